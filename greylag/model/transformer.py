@@ -1,0 +1,99 @@
+"""The decoder: embedding, blocks of attention and feed-forward with pre-norm, final norm, head.
+
+Parameter names and shapes are those of `spec.parts`. Linear layers inside blocks follow the job's recipe; norms,
+router, softmax, embedding and head stay high. Shape suffixes: B batch, S sequence, D hidden, V vocabulary.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from greylag.model.attention import Attention, LinearFactory
+from greylag.model.mla import MLAttention
+from greylag.model.mlp import GELU, SwiGLU
+from greylag.model.moe import MoEFeedForward, Router
+from greylag.model.norm import norm
+from greylag.model.rope import angles
+from greylag.numerics import Linear
+from greylag.spec.model import Model
+from greylag.spec.precision import Precision
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, model: Model, precision: Precision, layer: int, linear: LinearFactory) -> None:
+        super().__init__()
+        self.attention_norm = norm(model, model.hidden_size)
+        self.attention = MLAttention(model, linear) if model.mla else Attention(model, linear)
+        self.ffn_norm = norm(model, model.hidden_size)
+        if model.is_moe_layer(layer):
+            self.ffn: nn.Module = MoEFeedForward(model, precision, linear)
+        else:
+            mlp = SwiGLU if model.activation == "swiglu" else GELU
+            self.ffn = mlp(model.hidden_size, model.ffn_hidden_size, linear, model.bias)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """One layer."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
+        return x_BSD + self.ffn(self.ffn_norm(x_BSD))
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model."""
+
+    def __init__(self, model: Model, precision: Precision) -> None:
+        super().__init__()
+        self.model = model
+        self.high = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision.high]
+        linear = functools.partial(_linear, precision)
+        self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
+        if model.position == "learned":
+            self.position = nn.Embedding(model.max_sequence, model.hidden_size)
+        self.layers = nn.ModuleList(Block(model, precision, layer, linear) for layer in range(model.num_layers))
+        self.norm = norm(model, model.hidden_size)
+        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        if model.tied_embeddings:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Logits (B, S, V) in FP32."""
+        S = tokens_BS.shape[1]
+        x_BSD = self.embed(tokens_BS).to(self.high)
+        cos = sin = None
+        if self.model.position == "learned":
+            x_BSD = x_BSD + self.position.weight[:S].to(self.high)
+        else:
+            mla = self.model.mla
+            width = mla.qk_rope_head_dim if mla else self.model.qk_head_dim
+            cos, sin = angles(S, width, self.model.rope_theta, tokens_BS.device)
+        for layer in self.layers:
+            x_BSD = layer(x_BSD, cos, sin)
+        return F.linear(self.norm(x_BSD), self.head.weight.to(self.high)).float()
+
+    def routers(self) -> list[Router]:
+        """The routers, in layer order."""
+        return [m for m in self.modules() if isinstance(m, Router)]
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Normal weights of `init_std`; projections back into the residual stream scaled by 1/sqrt(2 layers) (GPT-2).
+
+        Biases are 0 and norms 1. The draw depends on the seed alone.
+        """
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        residual = (2 * self.model.num_layers) ** -0.5
+        for name, weight in self.named_parameters():
+            if "norm" in name:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif name.endswith("bias"):
+                weight.zero_()
+            else:
+                std = self.model.init_std * (residual if "wo." in name or "w_down" in name else 1.0)
+                weight.normal_(0.0, std, generator=generator)
+
+
+def _linear(precision: Precision, in_features: int, out_features: int, bias: bool) -> nn.Module:
+    return Linear(in_features, out_features, precision, bias)

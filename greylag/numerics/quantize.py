@@ -1,0 +1,166 @@
+"""Quantize: a tensor as FP8 codes and one scale per tile.
+
+A `Quantized` may hold its codes, its dequantized FP32 values, or both: on a CPU the product is taken of the
+values, and codes are made only of what is kept or sent; on an accelerator the codes are multiplied. Either
+way the values are `code * scale_inv`, bit for bit (tests/numerics).
+
+Shape suffixes: M rows, K columns; tiles are (r, c), and scales have one entry per tile.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from greylag.numerics.formats import Format, decode, encode, round_values
+from greylag.numerics.scaling import DelayedScale, scale_inv_from_amax
+from greylag.spec.precision import BLOCK, Granularity, ScaleKind
+
+Tile = tuple[int, int]
+
+
+@dataclass
+class Quantized:
+    """A matrix (M, K) in FP8 (or, with `scale_inv` None, a plain cast to a wider format).
+
+    `tile` is (rows, columns) that share a scale; 0 stands for all of that dim. `scale_inv` is
+    (ceil(M / rows), ceil(K / columns)).
+    """
+
+    shape: tuple[int, int]
+    tile: Tile
+    scale_inv: Tensor | None
+    codes: Tensor | None = None
+    values: Tensor | None = None
+    fmt: Format | None = None
+
+    def dequantize(self) -> Tensor:
+        """FP32 values (M, K)."""
+        if self.values is None:
+            assert self.codes is not None
+            if self.scale_inv is None:
+                self.values = self.codes.float()
+            else:
+                self.values = _over_tiles(decode(self.codes), self.tile, self.scale_inv)
+        return self.values
+
+    def encoded(self) -> Tensor:
+        """Codes (M, K), computed from the values where only those were made. Exact: values are code * scale_inv."""
+        if self.codes is None:
+            assert self.values is not None
+            assert self.scale_inv is not None
+            assert self.fmt is not None
+            scale = self.scale_inv.reciprocal()
+            self.codes = _over_tiles(self.values.clone(), self.tile, scale).to(self.fmt.dtype)
+        return self.codes
+
+    def rows(self, start: int, count: int) -> "Quantized":
+        """Rows `start` to `start + count`, as views; `start` lies on a tile's edge."""
+        stop, edge = start + count, self.tile[0]
+        assert not edge or start % edge == 0
+        scale_inv = self.scale_inv
+        if scale_inv is not None and edge:
+            scale_inv = scale_inv[start // edge : -(-stop // edge)]
+        return Quantized(
+            (count, self.shape[1]),
+            self.tile,
+            scale_inv,
+            None if self.codes is None else self.codes[start:stop],
+            None if self.values is None else self.values[start:stop],
+            self.fmt,
+        )
+
+    def t(self) -> "Quantized":
+        """The transpose, as views."""
+        return Quantized(
+            (self.shape[1], self.shape[0]),
+            (self.tile[1], self.tile[0]),
+            None if self.scale_inv is None else self.scale_inv.t(),
+            None if self.codes is None else self.codes.t(),
+            None if self.values is None else self.values.t(),
+            self.fmt,
+        )
+
+
+def tile_of(granularity: Granularity, along_rows: bool = True) -> Tile:
+    """Tile of a granularity; a 1x128 tile lies along the rows, or along the columns (128x1)."""
+    if granularity == "tensor":
+        return (0, 0)
+    if granularity == "128x128":
+        return (BLOCK, BLOCK)
+    return (1, BLOCK) if along_rows else (BLOCK, 1)
+
+
+def quantize(
+    x_MK: Tensor,
+    fmt: Format,
+    tile: Tile,
+    kind: ScaleKind,
+    delayed: DelayedScale | None = None,
+    nonfinite: Tensor | None = None,
+) -> Quantized:
+    """Quantize FP32 or BF16 `x` (M, K) to `fmt`, one scale per tile.
+
+    `delayed` supplies the scale of a whole tensor from earlier steps. `nonfinite` counts the tiles in which Inf or
+    NaN was seen: a saturating cast would hide them.
+    """
+    x = x_MK.detach().float()
+    amax = tile_amax(x, tile)
+    if nonfinite is not None:
+        nonfinite += (~amax.isfinite()).sum()
+    if delayed is None:
+        scale_inv = scale_inv_from_amax(amax, fmt, kind)
+    else:
+        scale_inv = delayed.observe(amax).reshape(1, 1)
+    shape = (x.shape[0], x.shape[1])
+    fits = delayed is None and x.device.type == "cpu" and bool(amax.isfinite().all())
+    if fits and kind == "pow2":
+        values = _untiled(round_values(_tiled(x, tile), fmt, _broadcast(scale_inv, tile)), shape)
+        return Quantized(shape, tile, scale_inv, values=values, fmt=fmt)
+    scaled = _over_tiles(x.clone(), tile, scale_inv.reciprocal())
+    codes = encode(scaled, fmt)
+    return Quantized(shape, tile, scale_inv, codes=codes, fmt=fmt)
+
+
+def cast(x_MK: Tensor, dtype: torch.dtype) -> Quantized:
+    """`x` (M, K) in a format that needs no scale."""
+    x = x_MK.detach()
+    return Quantized((x.shape[0], x.shape[1]), (0, 0), None, codes=x.to(dtype))
+
+
+def tile_amax(x_MK: Tensor, tile: Tile) -> Tensor:
+    """Largest magnitude of each tile, (ceil(M / rows), ceil(K / columns)); NaN and Inf show."""
+    if x_MK.numel() == 0:
+        return x_MK.new_zeros(_num_tiles(x_MK.shape[0], tile[0]), _num_tiles(x_MK.shape[1], tile[1]))
+    if tile == (0, 0):
+        return x_MK.abs().amax().reshape(1, 1)
+    return _tiled(x_MK, tile).abs().amax(3).amax(1)
+
+
+def _num_tiles(size: int, edge: int) -> int:
+    return -(-size // edge) if edge else 1
+
+
+def _tiled(x_MK: Tensor, tile: Tile) -> Tensor:
+    """View as (row tiles, r, column tiles, c), padded with zeros to whole tiles."""
+    M, K = x_MK.shape
+    r, c = tile[0] or max(M, 1), tile[1] or max(K, 1)
+    if M % r or K % c:
+        x_MK = F.pad(x_MK, (0, -K % c, 0, -M % r))
+    return x_MK.contiguous().view(-(-M // r), r, -(-K // c), c)
+
+
+def _untiled(x: Tensor, shape: tuple[int, int]) -> Tensor:
+    return x.view(x.shape[0] * x.shape[1], -1)[: shape[0], : shape[1]]
+
+
+def _broadcast(scale: Tensor, tile: Tile) -> Tensor:
+    return scale.reshape(scale.shape[0], 1, scale.shape[1], 1)
+
+
+def _over_tiles(x_MK: Tensor, tile: Tile, factor: Tensor) -> Tensor:
+    """`x` times one factor per tile, in place where no padding is needed."""
+    if tile == (0, 0):
+        return x_MK.mul_(factor)
+    return _untiled(_tiled(x_MK, tile).mul_(_broadcast(factor, tile)), (x_MK.shape[0], x_MK.shape[1]))

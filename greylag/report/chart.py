@@ -1,0 +1,129 @@
+"""Chart: a line chart and a bar chart in the one look that every page shares, as HTML without plotly.js.
+
+Colours mean the same everywhere: blue is measured, orange is predicted; both stand out from a light and from a
+dark page. Backgrounds are transparent, and text and grid take their colours from `page.css`, which follows the
+reader's colour scheme. The page itself inlines `plotly_js()` once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import plotly.graph_objects as go
+import plotly.io
+import plotly.offline
+
+from greylag.report.curve import Curve, thin
+from greylag.report.quantity import finite
+from greylag.report.summary import Comparison
+
+MEASURED, PREDICTED, ALARM, QUIET = "#3483d1", "#d9822b", "#d64545", "#8a8f98"
+
+Look = Literal["measured", "raw", "predicted", "limit", "skipped"]
+_LINES: dict[str, dict[str, Any]] = {
+    "measured": {"line": {"color": MEASURED, "width": 1.8}},
+    "raw": {"line": {"color": MEASURED, "width": 1}, "opacity": 0.35},
+    "predicted": {"line": {"color": PREDICTED, "width": 1.8, "dash": "dash"}},
+    "limit": {"line": {"color": QUIET, "width": 1.2, "dash": "dot"}},
+    "skipped": {"marker": {"color": ALARM, "size": 8, "symbol": "x-thin", "line": {"color": ALARM, "width": 1.8}}},
+}
+_FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+_CONFIG = {"displayModeBar": False, "displaylogo": False, "responsive": True}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart, or the marks of skipped steps."""
+
+    name: str
+    curve: Curve
+    look: Look
+
+
+def plotly_js() -> str:
+    """The source of plotly.js."""
+    return str(plotly.offline.get_plotlyjs())
+
+
+def lines(
+    name: str,
+    content: Sequence[Line],
+    y_title: str,
+    divisor: float = 1.0,
+    y_axis: dict[str, Any] | None = None,
+) -> str:
+    """A line chart over steps. `name` becomes the id of its element, `divisor` turns values into the axis' unit."""
+    figure = go.Figure()
+    for line in content:
+        curve = thin(line.curve)
+        few = sum(y is not None for y in curve.ys) <= 30
+        mode = "markers" if line.look == "skipped" else "lines+markers" if few and line.look in ("measured", "raw") else "lines"
+        figure.add_scatter(
+            x=curve.xs,
+            y=[_short(y, divisor) for y in curve.ys],
+            name=line.name,
+            mode=mode,
+            hovertemplate="%{y:.4~g}",
+            showlegend=len(content) > 1,
+            **_LINES[line.look],
+        )
+    figure.update_layout(
+        hovermode="x unified",
+        xaxis={"title": {"text": "step"}, "rangemode": "tozero", "tickformat": "~s"},
+        yaxis={"title": {"text": y_title}, **(y_axis or {})},
+    )
+    return _html(figure, name, height=300)
+
+
+def bars(name: str, content: Sequence[Comparison], x_title: str, divisor: float) -> str:
+    """Horizontal bars, measured above predicted, the first row on top."""
+    figure = go.Figure()
+    labels = [row.what for row in content]
+    sides: list[tuple[str, str, list[float | None]]] = [
+        ("predicted", PREDICTED, [row.predicted for row in content]),
+        ("measured", MEASURED, [row.measured for row in content]),
+    ]
+    for side, colour, values in sides:
+        if any(value is not None for value in values):
+            figure.add_bar(
+                x=[_short(value, divisor) for value in values],
+                y=labels,
+                name=side,
+                orientation="h",
+                marker={"color": colour, "line": {"color": colour, "width": 1}, "opacity": 0.45 if side == "predicted" else 1},
+                hovertemplate="%{x:.4~g}",
+            )
+    figure.update_layout(
+        barmode="group",
+        bargap=0.35,
+        hovermode="y unified",
+        xaxis={"title": {"text": x_title}, "rangemode": "tozero"},
+        yaxis={"showgrid": False, "categoryorder": "array", "categoryarray": labels[::-1]},
+        legend={"traceorder": "reversed"},
+    )
+    return _html(figure, name, height=90 + 42 * len(content))
+
+
+def _short(value: float | None, divisor: float) -> float | None:
+    """Six digits are more than a chart shows."""
+    value = finite(value)
+    return None if value is None else float(f"{value / divisor:.6g}")
+
+
+def _html(figure: go.Figure, name: str, height: int) -> str:
+    axis = {"zeroline": False, "automargin": True, "ticks": "", "showline": False, "title": {"standoff": 8}}
+    figure.update_layout(
+        template="none",
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": _FONT, "size": 12, "color": QUIET},
+        margin={"l": 8, "r": 8, "t": 8, "b": 8},
+        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
+        height=height,
+    )
+    figure.update_xaxes(**axis)
+    figure.update_yaxes(**axis)
+    html = plotly.io.to_html(
+        figure, config=_CONFIG, include_plotlyjs=False, full_html=False, div_id=name, default_height=f"{height}px"
+    )
+    return str(html)

@@ -1,0 +1,105 @@
+"""Record: what a run folder says about its run, read once and held as plain facts.
+
+It lives here because the report is the reader of run folders; who wrote them (trainer, simulator, guard, or
+somebody else's loop) does not matter. Nothing is computed here: medians and curves are `summary` and `curve`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from greylag.spec.error import SpecError
+from greylag.spec.finding import Finding
+from greylag.spec.job import Job
+from greylag.spec.step import Step
+
+JOB, STEPS, PREDICTED, FINDINGS = "job.json", "steps.jsonl", "predicted.json", "findings.jsonl"
+
+T = TypeVar("T", Job, Step, Finding)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. `steps` are measured, ascending by number, one per number."""
+
+    job: Job
+    steps: list[Step]
+    predicted: Step | None
+    findings: list[Finding]
+    folder: str
+    """The folder's name."""
+
+
+def read_record(folder: Path) -> RunRecord:
+    """Read a run folder.
+
+    Of steps with the same number (a resumed run repeats some) the last written wins. A torn last line is what
+    a killed run leaves and is ignored; an unreadable line before it becomes a finding. Raises SpecError where
+    there is no run to report: no folder, no job, no step, or a file that is something else.
+    """
+    if not folder.is_dir():
+        raise SpecError(f"{folder}: no such run folder; give the folder that holds {JOB} and {STEPS}")
+    job = _read(folder / JOB, Job, f"give a run folder: it holds {JOB} and {STEPS}")
+    lines, unread_steps = _read_lines(folder / STEPS, Step)
+    steps = {step.number: step for step in lines if step.source == "measured"}
+    if not steps:
+        raise SpecError(f"{folder / STEPS}: holds no measured step; report a run that has finished at least one")
+    predicted = None
+    if (folder / PREDICTED).exists():
+        predicted = _read(folder / PREDICTED, Step, "predict the job again, or remove the file")
+    findings: list[Finding] = []
+    unread_findings: list[Finding] = []
+    if (folder / FINDINGS).exists():
+        findings, unread_findings = _read_lines(folder / FINDINGS, Finding)
+    return RunRecord(
+        job=job,
+        steps=[steps[number] for number in sorted(steps)],
+        predicted=predicted,
+        findings=findings + unread_steps + unread_findings,
+        folder=folder.resolve().name,
+    )
+
+
+def _bytes(path: Path, advice: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise SpecError(f"{path}: no such file; {advice}") from None
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
+
+
+def _read(path: Path, kind: type[T], advice: str) -> T:
+    try:
+        return msgspec.json.decode(_bytes(path, advice), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not a {kind.__name__} ({error}); {advice}") from None
+
+
+def _read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
+    """One struct per line, and a finding if lines before the last could not be read."""
+    decoder = msgspec.json.Decoder(kind)
+    lines = [line for line in _bytes(path, "report a run that has written it").split(b"\n") if line.strip()]
+    good: list[T] = []
+    bad: list[tuple[int, Exception]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            good.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            bad.append((number, error))
+    if bad and not good and len(lines) > 1:
+        raise SpecError(f"{path}: no line is a {kind.__name__} (line {bad[0][0]}: {bad[0][1]}); give the file of one run")
+    if bad and bad[-1][0] == len(lines):
+        bad.pop()
+    if not bad:
+        return good, []
+    unread = Finding(
+        level="warning",
+        what=f"{len(bad)} of {len(lines)} lines cannot be read and are left out of this report",
+        where=path.name,
+        evidence=f"line {bad[0][0]}: {bad[0][1]}",
+        advice="a line in the middle is torn when a run is killed while writing and then resumed; its step is lost",
+    )
+    return good, [unread]

@@ -1,0 +1,110 @@
+"""Cluster: what one device and its links can do at best, and Calibration: what was measured of them.
+
+Units stand in the names of the fields, since these are the border where people write numbers; the properties
+without a unit are seconds, bytes, FLOP/s and bytes/s.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One accelerator (or one CPU rank)."""
+
+    name: str
+    kind: Literal["cpu", "cuda", "musa"]
+    peak_tflops: dict[str, float] = {}
+    """Dense peak by dtype (fp8, bf16, fp32), without sparsity. Empty where only a calibration knows."""
+    memory_gib: float
+    memory_gb_per_s: float | None = None
+
+    @property
+    def memory(self) -> float:
+        """Memory in bytes."""
+        return self.memory_gib * 2**30
+
+    def peak(self, dtype: str) -> float | None:
+        """Peak FLOP/s of a dtype; a device without FP8 units runs FP8 operands at its BF16 rate."""
+        for name in {"fp8": ("fp8", "bf16", "fp32"), "bf16": ("bf16", "fp32")}.get(dtype, (dtype,)):
+            if name in self.peak_tflops:
+                return self.peak_tflops[name] * 1e12
+        return None
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One tier of the network, per device and direction."""
+
+    gb_per_s: float
+    latency_us: float
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second."""
+        return self.gb_per_s * 1e9
+
+    @property
+    def latency(self) -> float:
+        """Seconds."""
+        return self.latency_us * 1e-6
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Nodes of equal devices. `node` is the link inside a node, `network` the one between nodes."""
+
+    name: str
+    device: Device
+    devices_per_node: int = 8
+    num_nodes: int = 1
+    node: Link | None = None
+    network: Link | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.devices_per_node * self.num_nodes
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is the machine at hand, known by calibration alone."""
+        return self.name == "local" or self.name.startswith("local-")
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds by size, as measured; the reader interpolates between points and extrapolates by rate."""
+
+    size: list[float]
+    """Ascending. FLOPs, elements or bytes, as the curve's table says."""
+    seconds: list[float]
+
+
+class GemmPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Measured seconds of one matrix multiply, (m, k) x (k, n)."""
+
+    m: int
+    n: int
+    k: int
+    seconds: float
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was measured of one device and its links: written by `greylag calibrate`, read by the simulator."""
+
+    device: str
+    """What the machine says it is."""
+    created: str
+    """ISO 8601, UTC."""
+    num_ranks: int
+    """Ranks that ran at once while measuring: they share caches and memory bandwidth."""
+    torch: str
+    gemm: list[GemmPoint]
+    """FP32 inputs and output, `x @ w.T`."""
+    ops: dict[str, Curve]
+    """Seconds by number of elements, for each operator named in `spec.work`."""
+    collectives: dict[str, Curve]
+    """Seconds by bytes of the full (unsharded) tensor, over `num_ranks` ranks."""
+
+    @property
+    def peak(self) -> float:
+        """The best FLOP/s that any measured matrix multiply reached."""
+        return max(2 * p.m * p.n * p.k / p.seconds for p in self.gemm)

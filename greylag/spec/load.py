@@ -1,0 +1,197 @@
+"""Reading job files: TOML, presets by name, `key=value` overrides, and errors that say what to do.
+
+The order is preset < file < command line. `model`, `precision` and `cluster` are each a preset's name, or a
+table that may start from one with `preset = "name"`.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from greylag.spec.cluster import Cluster
+from greylag.spec.error import SpecError
+from greylag.spec.job import Job
+from greylag.spec.model import Model
+from greylag.spec.precision import Precision
+
+PRESETS = Path(__file__).parent.parent / "presets"
+SECTIONS: dict[str, tuple[type, str]] = {
+    "model": (Model, "models"),
+    "precision": (Precision, "precisions"),
+    "cluster": (Cluster, "clusters"),
+}
+_SIZED = re.compile(r"(?P<preset>.+)-(?P<per_node>\d+)x(?P<nodes>\d+)")
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+    """Read a job file, fill in its presets and apply `key=value` overrides (`strategy.tp=8`).
+
+    Raises SpecError, naming the file and key, if it cannot be read or does not fit. What only does not work
+    together (`tp` that does not divide the heads) is left to `Job.problems()`.
+    """
+    path = Path(path)
+    table = _read_toml(path)
+    for override in overrides:
+        _override(table, override)
+    return job_from(table, name=path.stem, where=str(path))
+
+
+def job_from(table: dict[str, Any], name: str, where: str = "job") -> Job:
+    """A Job from a table as a job file holds it."""
+    table = {"name": name, **table}
+    for section, (kind, folder) in SECTIONS.items():
+        if section not in table:
+            raise SpecError(
+                f"{where}: '{section}' is missing; name a preset ({', '.join(presets(folder))}) or write a table"
+            )
+        table[section] = _section(table[section], section, kind, folder, where)
+    _check_keys(table, Job, where, "")
+    _fill_degrees(table)
+    return _convert(table, Job, where)
+
+
+def load_preset(section: str, name: str) -> Any:
+    """One preset as its struct: `load_preset("model", "llama-3-8b")`."""
+    kind, folder = SECTIONS[section]
+    return _convert(_section(name, section, kind, folder, name), kind, name)
+
+
+def presets(folder: str) -> list[str]:
+    """Names of the presets in a folder: models, precisions, clusters."""
+    return sorted(p.stem for p in (PRESETS / folder).glob("*.toml"))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = (
+            difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
+            if path.parent.is_dir()
+            else []
+        )
+        hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the path of a TOML file"
+        raise SpecError(f"{path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"{path}: not valid TOML: {error}") from None
+
+
+def _override(table: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise SpecError(f"override '{override}': write it as key=value, for instance run.steps=100")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        inner = table.get(section)
+        if isinstance(inner, str) and section in SECTIONS:
+            inner = {"preset": inner}
+        elif inner is None:
+            inner = {}
+        elif not isinstance(inner, dict):
+            raise SpecError(f"override '{override}': '{section}' is not a table")
+        table[section] = dict(inner)
+        table = table[section]
+    table[last] = value
+
+
+def _section(value: Any, section: str, kind: type, folder: str, where: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        return _preset(value, folder, section, where)
+    if not isinstance(value, dict):
+        raise SpecError(f"{where}: '{section}' must be a preset's name or a table, is {type(value).__name__}")
+    own = dict(value)
+    preset = own.pop("preset", None)
+    if preset is not None and not isinstance(preset, str):
+        raise SpecError(f"{where}: '{section}.preset' must be a name, is {type(preset).__name__}")
+    _check_keys(own, kind, where, f"{section}.")
+    if preset is None:
+        return {"name": f"own-{section}", **own}
+    base = _preset(preset, folder, section, where)
+    if own:
+        base = {**_merge(base, own), "name": own.get("name", base["name"] + "*")}
+        if section == "cluster":
+            base["name"] = own.get("name", preset)
+    return base
+
+
+def _merge(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in own.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _preset(name: str, folder: str, section: str, where: str) -> dict[str, Any]:
+    size = _SIZED.fullmatch(name) if folder == "clusters" else None
+    stem = size["preset"] if size else name
+    known = presets(folder)
+    if stem not in known:
+        near = difflib.get_close_matches(stem, known, 1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+        raise SpecError(f"{where}: no preset '{stem}' for '{section}'; {hint}")
+    table: dict[str, Any] = {
+        "name": name,
+        **tomllib.loads((PRESETS / folder / f"{stem}.toml").read_text(encoding="utf-8")),
+    }
+    if size:
+        table |= {"devices_per_node": int(size["per_node"]), "num_nodes": int(size["nodes"])}
+    if stem == "local":
+        table["device"] = {**table["device"], "memory_gib": _host_memory_gib() / table.get("devices_per_node", 1)}
+    return table
+
+
+def _host_memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
+def _fill_degrees(table: dict[str, Any]) -> None:
+    """Let dp take the devices that pp, cp and tp leave over, where the file does not say it."""
+    strategy = table.setdefault("strategy", {})
+    cluster = table["cluster"]
+    if not isinstance(strategy, dict) or strategy.get("dp") is not None:
+        return
+    degrees = [strategy.get(axis, 1) for axis in ("pp", "cp", "tp")]
+    devices = [cluster.get("devices_per_node", 8), cluster.get("num_nodes", 1)]
+    if all(isinstance(n, int) and n > 0 for n in degrees + devices):
+        rest = devices[0] * devices[1] // (degrees[0] * degrees[1] * degrees[2])
+        table["strategy"] = {**strategy, "dp": max(rest, 1)}
+
+
+def _check_keys(table: dict[str, Any], kind: type, where: str, prefix: str) -> None:
+    """Refuse unknown keys by name, with the nearest known one."""
+    fields = {k: v for k, v in get_type_hints(kind).items() if k in kind.__struct_fields__}  # type: ignore[attr-defined]
+    for key, value in table.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1)
+            hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known keys: {', '.join(fields)}"
+            raise SpecError(f"{where}: unknown key '{prefix}{key}'; {hint}")
+        inner = _struct_in(fields[key])
+        if inner and isinstance(value, dict):
+            _check_keys(value, inner, where, f"{prefix}{key}.")
+
+
+def _struct_in(hint: Any) -> type | None:
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
+
+
+def _convert(table: dict[str, Any], kind: type, where: str) -> Any:
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        text = re.sub(r" - at `\$\.?(.*?)`$", r" at '\1'", str(error))
+        raise SpecError(f"{where}: {text}") from None

@@ -1,0 +1,70 @@
+"""Step: what one optimizer step took and gave, predicted or measured, in the same words.
+
+The simulator returns one, the trainer writes one per line of `steps.jsonl`, the report lays both side by side.
+A number that shall appear in a report is a field here first.
+"""
+
+from typing import Literal
+
+import msgspec
+
+PHASES = ("data", "forward", "backward", "reduce", "optimizer", "other")
+"""Phases of a step, in order. Communication inside forward and backward (parameter all-gather, gradient
+reduce-scatter) belongs to them as far as it is exposed; `reduce` is the average over replicas; `optimizer`
+holds clipping and the update; `other` is what the loop itself spends: agreeing, logging, hooks."""
+
+POOLS = ("parameters", "gradients", "optimizer", "activations")
+"""Pools of memory: the rank's own (sharded) parameters and buffers; its gradients at rest; master copies and
+moments; and everything that comes and goes within a step (saved activations, gathered parameters, workspace)."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step of one run. Seconds and bytes are those of the slowest and fullest rank."""
+
+    source: Literal["predicted", "measured"]
+    number: int = 0
+    """From 1; 0 for a prediction, which stands for every step."""
+    seconds: dict[str, float]
+    """By phase, keys of `PHASES`."""
+    bytes: dict[str, float] = {}
+    """Peak memory by pool, keys of `POOLS`; empty where it was not measured in this step."""
+    wire_bytes: float = 0.0
+    """Bytes that a rank hands to collectives (payload, before the algorithm's factor)."""
+    tokens: int
+    """Tokens of the global batch."""
+    flops: float
+    """Model FLOPs of the global batch, forward and backward, causal attention counted half."""
+    peak_flops: float = 0.0
+    """FLOP/s that all ranks together could reach; 0 where unknown."""
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    skipped: bool = False
+    """The update was not applied (a non-finite gradient, or a replica voted no)."""
+    time: float = 0.0
+    """Unix time at the end of the step."""
+
+    @property
+    def total_seconds(self) -> float:
+        """Wall time of the step."""
+        return sum(self.seconds.values())
+
+    @property
+    def total_bytes(self) -> float:
+        """Peak memory of a rank."""
+        return sum(self.bytes.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the whole job per second."""
+        return self.tokens / self.total_seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOP/s of the whole job."""
+        return self.flops / self.total_seconds
+
+    @property
+    def utilization(self) -> float | None:
+        """Model FLOPs utilization (MFU, arXiv 2204.02311 appendix B); None where the peak is unknown."""
+        return self.flops_per_second / self.peak_flops if self.peak_flops else None
