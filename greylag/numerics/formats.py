@@ -1,8 +1,12 @@
 """Formats: the values that FP8 can hold, and the exact passage between FP32 and them.
 
 Rounding is to nearest, ties to even; magnitudes past the largest finite value saturate. `round_values` does it in
-FP32 arithmetic alone, four passes over memory and no conversion; `encode` and `decode` pass to codes and back.
-All three are held bit-equal to ml_dtypes (tests/numerics).
+FP32 arithmetic alone, four passes over memory and no conversion; `encode` and `decode` pass to codes and back, and
+`pack` to the codes of values that are rounded already. All are held bit-equal to ml_dtypes (tests/numerics), but
+that `round_values` makes every zero +0.
+
+FP16 is the way to and from codes on a CPU: E5M2 is its upper byte, and E4M3, shifted by 7, an FP16 whose exponent is
+biased 8 too low. Both are exact, and torch's own conversions are 2 to 10 times slower.
 """
 
 from dataclasses import dataclass
@@ -11,7 +15,8 @@ import torch
 from torch import Tensor
 
 _EXPONENT = 0x7F800000
-_SIGN_REST = -0x4001
+_FP16_TOP_EXPONENT = 0x4000
+_E4M3_TO_FP16 = 2.0**-8
 
 
 @dataclass(frozen=True)
@@ -32,23 +37,34 @@ E4M3 = Format("e4m3", torch.float8_e4m3fn, mantissa=3, min_exponent=-6, max=448.
 E5M2 = Format("e5m2", torch.float8_e5m2, mantissa=2, min_exponent=-14, max=57344.0)
 FORMATS = {f.name: f for f in (E4M3, E5M2)}
 
+ROUNDABLE = 2.0**100
+"""`round_values` adds up to 2**22 times the number, which must not overflow FP32."""
 
-def round_values(x: Tensor, fmt: Format, unit: Tensor | float = 1.0) -> Tensor:
-    """The nearest values `unit * v`, v in `fmt`, to FP32 `x`, without overflow handling.
+
+def round_values(
+    x: Tensor,
+    fmt: Format,
+    unit: Tensor | float = 1.0,
+    scratch: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The nearest values `unit * v`, v in `fmt`, to FP32 `x`, without overflow handling; written to `out` if given.
 
     `unit` is a power of two, broadcast to `x`. Adding and subtracting 1.5 * 2**23 spacings lets the adder round to
     nearest even at that spacing (Knuth, TAOCP vol. 2, 4.2.2), where the spacing is 2**-mantissa of the number's own
-    power of two, and never less than that of the smallest normal number. |x| must not exceed `fmt.max * unit`
-    by more than half a spacing; `encode` clamps where a scale cannot promise that.
+    power of two, and never less than that of the smallest normal number. |x| must be below `ROUNDABLE`, and not
+    exceed `fmt.max * unit` by more than half a spacing; `encode` clamps where a scale cannot promise that.
+    `scratch`, of the shape of `x`, is overwritten: a new buffer costs as much as a pass over memory.
     """
-    power = torch.bitwise_and(x.view(torch.int32), _EXPONENT).view(torch.float32)
+    free = None if scratch is None else scratch.view(torch.int32)
+    power = torch.bitwise_and(x.view(torch.int32), _EXPONENT, out=free).view(torch.float32)
     smallest = 2.0**fmt.min_exponent
     if isinstance(unit, Tensor):
         torch.maximum(power, unit * smallest, out=power)
     else:
         power.clamp_min_(unit * smallest)
     lift = 1.5 * 2.0 ** (23 - fmt.mantissa)
-    return torch.add(x, power, alpha=lift).sub_(power, alpha=lift)
+    return torch.add(x, power, alpha=lift, out=out).sub_(power, alpha=lift)
 
 
 def encode(x: Tensor, fmt: Format) -> Tensor:
@@ -60,15 +76,31 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
-def decode(codes: Tensor) -> Tensor:
-    """FP32 values of FP8 codes.
+def pack(values: Tensor, fmt: Format) -> Tensor:
+    """Codes of FP32 `values` that are in `fmt`, but for an error of some FP32 spacings. Uses up `values`."""
+    if fmt is not E4M3 or values.device.type != "cpu":
+        return values.to(fmt.dtype)
+    bits = values.mul_(_E4M3_TO_FP16).half().view(torch.int16)
+    minus = bits.bitwise_right_shift(15)  # 0 or -1; the sign goes to the exponent's top bit too, which is free
+    bits = torch.add(bits, minus, alpha=-_FP16_TOP_EXPONENT)
+    return bits.bitwise_right_shift_(7).to(torch.int8).view(fmt.dtype)
 
-    E4M3 goes through FP16: shifted by 7, a code is an FP16 whose exponent is biased 8 too low. That is ten times
-    faster on CPU than torch's own conversion, and exact.
-    """
-    if codes.dtype != torch.float8_e4m3fn or codes.device.type != "cpu":
+
+def decode(codes: Tensor) -> Tensor:
+    """FP32 values of FP8 codes."""
+    if codes.device.type != "cpu":
         return codes.float()
     bits = codes.view(torch.int8).to(torch.int16)
-    bits.bitwise_left_shift_(7).bitwise_and_(_SIGN_REST)
-    values = bits.view(torch.float16).float()
-    return values.mul_(256.0)
+    if codes.dtype == torch.float8_e5m2:
+        return bits.bitwise_left_shift_(8).view(torch.float16).float()
+    bits.bitwise_left_shift_(7).bitwise_and_(~_FP16_TOP_EXPONENT)
+    values = bits.view(torch.float16).float().mul_(1 / _E4M3_TO_FP16)
+    if _has_nan(codes):
+        values.masked_fill_(values.abs() > E4M3.max, torch.nan)
+    return values
+
+
+def _has_nan(codes: Tensor) -> bool:
+    """Whether a NaN is among E4M3 codes: all ones but for the sign."""
+    shifted = codes.view(torch.uint8).bitwise_left_shift(1)
+    return shifted.numel() > 0 and int(shifted.max()) == 0xFE

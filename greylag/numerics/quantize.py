@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from greylag.numerics.formats import Format, decode, encode, round_values
+from greylag.numerics.formats import ROUNDABLE, Format, decode, encode, pack, round_values
 from greylag.numerics.scaling import DelayedScale, scale_inv_from_amax
 from greylag.spec.precision import BLOCK, Granularity, ScaleKind
 
@@ -42,17 +42,18 @@ class Quantized:
             if self.scale_inv is None:
                 self.values = self.codes.float()
             else:
-                self.values = _over_tiles(decode(self.codes), self.tile, self.scale_inv)
+                values = _tiled(decode(self.codes), self.tile)
+                self.values = _untiled(values.mul_(_over_tiles(self.scale_inv)), self.shape)
         return self.values
 
     def encoded(self) -> Tensor:
-        """Codes (M, K), computed from the values where only those were made. Exact: values are code * scale_inv."""
+        """Codes (M, K), computed from the values where only those were made. Exact: the codes lie far apart."""
         if self.codes is None:
             assert self.values is not None
             assert self.scale_inv is not None
             assert self.fmt is not None
-            scale = self.scale_inv.reciprocal()
-            self.codes = _over_tiles(self.values.clone(), self.tile, scale).to(self.fmt.dtype)
+            scaled = _tiled(self.values, self.tile) * _over_tiles(self.scale_inv.reciprocal())
+            self.codes = _untiled(pack(scaled, self.fmt), self.shape)
         return self.codes
 
     def rows(self, start: int, count: int) -> "Quantized":
@@ -105,22 +106,25 @@ def quantize(
     `delayed` supplies the scale of a whole tensor from earlier steps. `nonfinite` counts the tiles in which Inf or
     NaN was seen: a saturating cast would hide them.
     """
-    x = x_MK.detach().float()
-    amax = tile_amax(x, tile)
-    if nonfinite is not None:
+    shape = (x_MK.shape[0], x_MK.shape[1])
+    x = _tiled(x_MK.detach().float(), tile)
+    magnitude = x.abs()
+    amax = _tile_amax(magnitude)
+    as_values = x.device.type == "cpu" and bool((amax < ROUNDABLE).all())
+    if nonfinite is not None and not as_values:
         nonfinite += (~amax.isfinite()).sum()
-    if delayed is None:
-        scale_inv = scale_inv_from_amax(amax, fmt, kind)
-    else:
-        scale_inv = delayed.observe(amax).reshape(1, 1)
-    shape = (x.shape[0], x.shape[1])
-    fits = delayed is None and x.device.type == "cpu" and bool(amax.isfinite().all())
-    if fits and kind == "pow2":
-        values = _untiled(round_values(_tiled(x, tile), fmt, _broadcast(scale_inv, tile)), shape)
-        return Quantized(shape, tile, scale_inv, values=values, fmt=fmt)
-    scaled = _over_tiles(x.clone(), tile, scale_inv.reciprocal())
-    codes = encode(scaled, fmt)
-    return Quantized(shape, tile, scale_inv, codes=codes, fmt=fmt)
+    scale_inv = scale_inv_from_amax(amax, fmt, kind) if delayed is None else delayed.observe(amax).reshape(1, 1)
+    unit = _over_tiles(scale_inv)
+    if as_values and delayed is None and kind == "pow2":
+        values = round_values(x, fmt, unit, scratch=magnitude)
+        return Quantized(shape, tile, scale_inv, values=_untiled(values, shape), fmt=fmt)
+    scaled = x * unit.reciprocal()
+    if not as_values:
+        return Quantized(shape, tile, scale_inv, codes=_untiled(encode(scaled, fmt), shape), fmt=fmt)
+    if delayed is not None:
+        scaled.clamp_(-fmt.max, fmt.max)
+    values = round_values(scaled, fmt, scratch=magnitude, out=scaled).mul_(unit)
+    return Quantized(shape, tile, scale_inv, values=_untiled(values, shape), fmt=fmt)
 
 
 def cast(x_MK: Tensor, dtype: torch.dtype) -> Quantized:
@@ -129,17 +133,14 @@ def cast(x_MK: Tensor, dtype: torch.dtype) -> Quantized:
     return Quantized((x.shape[0], x.shape[1]), (0, 0), None, codes=x.to(dtype))
 
 
-def tile_amax(x_MK: Tensor, tile: Tile) -> Tensor:
-    """Largest magnitude of each tile, (ceil(M / rows), ceil(K / columns)); NaN and Inf show."""
-    if x_MK.numel() == 0:
-        return x_MK.new_zeros(_num_tiles(x_MK.shape[0], tile[0]), _num_tiles(x_MK.shape[1], tile[1]))
-    if tile == (0, 0):
-        return x_MK.abs().amax().reshape(1, 1)
-    return _tiled(x_MK, tile).abs().amax(3).amax(1)
-
-
-def _num_tiles(size: int, edge: int) -> int:
-    return -(-size // edge) if edge else 1
+def _tile_amax(magnitude: Tensor) -> Tensor:
+    """Largest element of each tile of (row tiles, r, column tiles, c); NaN and Inf show."""
+    rows, r, columns, c = magnitude.shape
+    if magnitude.numel() == 0:
+        return magnitude.new_zeros(rows, columns)
+    if c == 1:
+        return magnitude.view(rows, r, columns).amax(1)  # a reduction of one element each is slow
+    return magnitude.amax(3).amax(1)
 
 
 def _tiled(x_MK: Tensor, tile: Tile) -> Tensor:
@@ -152,15 +153,9 @@ def _tiled(x_MK: Tensor, tile: Tile) -> Tensor:
 
 
 def _untiled(x: Tensor, shape: tuple[int, int]) -> Tensor:
-    return x.view(x.shape[0] * x.shape[1], -1)[: shape[0], : shape[1]]
+    return x.view(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3])[: shape[0], : shape[1]]
 
 
-def _broadcast(scale: Tensor, tile: Tile) -> Tensor:
-    return scale.reshape(scale.shape[0], 1, scale.shape[1], 1)
-
-
-def _over_tiles(x_MK: Tensor, tile: Tile, factor: Tensor) -> Tensor:
-    """`x` times one factor per tile, in place where no padding is needed."""
-    if tile == (0, 0):
-        return x_MK.mul_(factor)
-    return _untiled(_tiled(x_MK, tile).mul_(_broadcast(factor, tile)), (x_MK.shape[0], x_MK.shape[1]))
+def _over_tiles(scale: Tensor) -> Tensor:
+    """View that broadcasts one factor per tile over a tiled matrix."""
+    return scale[:, None, :, None]

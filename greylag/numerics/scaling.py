@@ -26,8 +26,8 @@ def scale_inv_from_amax(amax: Tensor, fmt: Format, kind: ScaleKind, margin: int 
     """
     largest = torch.full((), fmt.max / 2.0**margin, dtype=torch.float32, device=amax.device)
     scale = torch.div(largest, amax)  # a Python number on the left would multiply by a rounded reciprocal
-    scale.masked_fill_(scale.isinf(), _LARGEST_SCALE)
-    scale.masked_fill_((amax == 0) | ~amax.isfinite(), 1.0)
+    usable = (amax > 0) & (amax < torch.inf)
+    scale = torch.where(usable, scale.clamp_max_(_LARGEST_SCALE), 1.0)
     if kind == "pow2":
         scale = torch.bitwise_and(scale.view(torch.int32), _EXPONENT).view(torch.float32)
     return scale.reciprocal_()

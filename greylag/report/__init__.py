@@ -1,7 +1,7 @@
 """The report of a run: one HTML page that needs no network, from a run folder that may be anyone's.
 
     from pathlib import Path
-    from greylag.report import write_report
+    from greylag.report.run import write_report
 
     print(write_report(Path("runs/first_flight")))  # runs/first_flight/report.html
 
@@ -9,6 +9,5 @@ It reads `job.json` and `steps.jsonl`, and `predicted.json` and `findings.jsonl`
 """
 
 from greylag.report.record import RunRecord, read_record
-from greylag.report.run import render, write_report
 
-__all__ = ["RunRecord", "read_record", "render", "write_report"]
+__all__ = ["RunRecord", "read_record"]

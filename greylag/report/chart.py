@@ -19,10 +19,13 @@ from greylag.report.summary import Comparison
 
 MEASURED, PREDICTED, ALARM, QUIET = "#3483d1", "#d9822b", "#d64545", "#8a8f98"
 
+FEW = 30
+"""Up to so many points are marked as points."""
+
 Look = Literal["measured", "raw", "predicted", "limit", "skipped"]
 _LINES: dict[str, dict[str, Any]] = {
     "measured": {"line": {"color": MEASURED, "width": 1.8}},
-    "raw": {"line": {"color": MEASURED, "width": 1}, "opacity": 0.35},
+    "raw": {"line": {"color": MEASURED, "width": 1}, "opacity": 0.5},
     "predicted": {"line": {"color": PREDICTED, "width": 1.8, "dash": "dash"}},
     "limit": {"line": {"color": QUIET, "width": 1.2, "dash": "dot"}},
     "skipped": {"marker": {"color": ALARM, "size": 8, "symbol": "x-thin", "line": {"color": ALARM, "width": 1.8}}},
@@ -54,22 +57,24 @@ def lines(
 ) -> str:
     """A line chart over steps. `name` becomes the id of its element, `divisor` turns values into the axis' unit."""
     figure = go.Figure()
+    numbers = [line.curve.xs[at] for line in content for at in (0, -1)]
+    first, last = min(numbers), max(numbers)
+    margin = max(0.01 * (last - first), 0.5)
+    steps = {"dtick": 1} if last - first <= 8 else {"nticks": 8}
     for line in content:
         curve = thin(line.curve)
-        few = sum(y is not None for y in curve.ys) <= 30
-        mode = "markers" if line.look == "skipped" else "lines+markers" if few and line.look in ("measured", "raw") else "lines"
         figure.add_scatter(
             x=curve.xs,
             y=[_short(y, divisor) for y in curve.ys],
             name=line.name,
-            mode=mode,
+            mode=_mode(line.look, curve),
             hovertemplate="%{y:.4~g}",
             showlegend=len(content) > 1,
             **_LINES[line.look],
         )
     figure.update_layout(
         hovermode="x unified",
-        xaxis={"title": {"text": "step"}, "rangemode": "tozero", "tickformat": "~s"},
+        xaxis={"title": {"text": "step"}, "range": [first - margin, last + margin], "tickangle": 0, **steps},
         yaxis={"title": {"text": y_title}, **(y_axis or {})},
     )
     return _html(figure, name, height=300)
@@ -79,29 +84,37 @@ def bars(name: str, content: Sequence[Comparison], x_title: str, divisor: float)
     """Horizontal bars, measured above predicted, the first row on top."""
     figure = go.Figure()
     labels = [row.what for row in content]
-    sides: list[tuple[str, str, list[float | None]]] = [
-        ("predicted", PREDICTED, [row.predicted for row in content]),
-        ("measured", MEASURED, [row.measured for row in content]),
+    sides: list[tuple[str, str, str, list[float | None]]] = [
+        ("predicted", PREDICTED, "rgba(217,130,43,0.4)", [row.predicted for row in content]),
+        ("measured", MEASURED, MEASURED, [row.measured for row in content]),
     ]
-    for side, colour, values in sides:
+    for side, colour, fill, values in sides:
         if any(value is not None for value in values):
             figure.add_bar(
                 x=[_short(value, divisor) for value in values],
                 y=labels,
                 name=side,
                 orientation="h",
-                marker={"color": colour, "line": {"color": colour, "width": 1}, "opacity": 0.45 if side == "predicted" else 1},
+                marker={"color": fill, "line": {"color": colour, "width": 1.2}},
                 hovertemplate="%{x:.4~g}",
             )
     figure.update_layout(
         barmode="group",
         bargap=0.35,
         hovermode="y unified",
-        xaxis={"title": {"text": x_title}, "rangemode": "tozero"},
+        xaxis={"title": {"text": x_title}, "rangemode": "tozero", "nticks": 7, "tickangle": 0},
         yaxis={"showgrid": False, "categoryorder": "array", "categoryarray": labels[::-1]},
         legend={"traceorder": "reversed"},
     )
     return _html(figure, name, height=90 + 42 * len(content))
+
+
+def _mode(look: Look, curve: Curve) -> str:
+    """Marks for skipped steps, a line for the rest, with points where they are few: a lone point has no line."""
+    if look == "skipped":
+        return "markers"
+    few = sum(y is not None for y in curve.ys) <= FEW
+    return "lines+markers" if few and look in ("measured", "raw") else "lines"
 
 
 def _short(value: float | None, divisor: float) -> float | None:
@@ -118,7 +131,14 @@ def _html(figure: go.Figure, name: str, height: int) -> str:
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": _FONT, "size": 12, "color": QUIET},
         margin={"l": 8, "r": 8, "t": 8, "b": 8},
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
+        legend={
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": 1.02,
+            "yanchor": "bottom",
+            "bgcolor": "rgba(0,0,0,0)",
+        },
         height=height,
     )
     figure.update_xaxes(**axis)

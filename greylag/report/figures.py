@@ -9,7 +9,7 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 from greylag.report.chart import Line, bars, lines
-from greylag.report.curve import Curve
+from greylag.report.curve import Curve, smooth, thin
 from greylag.report.quantity import BYTES, SECONDS, Ladder, finite, seconds, unit
 from greylag.report.record import RunRecord
 from greylag.report.summary import Comparison, Summary, throughput
@@ -19,6 +19,12 @@ OUTLIER = 3.0
 """A slowest step this many times beyond the rest leaves the axis of step times, and is named below it."""
 WIDE = 50.0
 """A gradient norm that peaks this many times above its median is drawn on a logarithmic axis."""
+
+
+MARKS = 100
+"""Crosses for skipped steps; more would hide the curve."""
+DENSE = 300
+"""From so many steps on, a curve is drawn faintly under its smoothed one."""
 
 
 class Figure(NamedTuple):
@@ -32,7 +38,7 @@ def figures(record: RunRecord, summary: Summary) -> dict[str, Figure | None]:
     """All charts of a run by name."""
     return {
         "loss": _loss(summary),
-        "grad_norm": _grad_norm(record),
+        "grad_norm": _grad_norm(record, summary),
         "learning_rate": _learning_rate(record),
         "phases": _bars("phases", summary.phases, SECONDS, "time"),
         "step_time": _step_time(record, summary),
@@ -55,30 +61,38 @@ def _level(record: RunRecord, value: float) -> Curve:
     return Curve([first, last if last > first else first + 1], [value, value])
 
 
+def _trend(name: str, curve: Curve, summary: Summary) -> list[Line]:
+    if len(curve.xs) < DENSE:
+        return [Line(name, curve, "measured")]
+    return [Line(name, curve, "raw"), Line("smoothed", Curve(curve.xs, smooth(curve.ys, summary.span)), "measured")]
+
+
 def _loss(summary: Summary) -> Figure | None:
     if summary.last_loss is None:
         return None
     at = dict(zip(summary.smoothed.xs, summary.smoothed.ys, strict=True))
     marks = Curve([s.number for s in summary.skipped], [at[s.number] for s in summary.skipped])
     content = [Line("loss", summary.loss, "raw"), Line("smoothed", summary.smoothed, "measured")]
+    drawn = thin(marks, MARKS)
     if marks.xs:
-        content.append(Line("skipped step", marks, "skipped"))
-    note = f"Smoothed by an exponential moving average over {summary.span} steps."
+        content.append(Line("skipped step", drawn, "skipped"))
+    note = f"Smoothed curves are exponential moving averages over {summary.span} steps."
     if summary.skipped:
-        note += f" {len(summary.skipped):,} skipped (the update was not applied): marked on the smoothed curve."
+        note += f" Steps that skipped their update: {len(summary.skipped):,}"
+        note += f", {len(drawn.xs)} of them marked." if len(drawn.xs) < len(marks.xs) else ", marked by crosses."
     if summary.num_lossless:
-        note += f" {summary.num_lossless:,} without a finite loss: a gap in the raw curve."
+        note += f" Steps without a finite loss: {summary.num_lossless:,}, gaps in the raw curve."
     return Figure(lines("loss", content, "loss"), note)
 
 
-def _grad_norm(record: RunRecord) -> Figure | None:
+def _grad_norm(record: RunRecord, summary: Summary) -> Figure | None:
     curve = _over(record.steps, lambda s: s.grad_norm)
     known = _known(curve)
     if not known:
         return None
     clip = record.job.run.clip_norm
     wide = min(known) > 0 and max(known) > WIDE * median(known)
-    content = [Line("gradient norm", curve, "measured")]
+    content = _trend("gradient norm", curve, summary)
     if finite(clip) and clip <= max(known) * 1.5:
         content.append(Line(f"clipped at {clip:g}", _level(record, clip), "limit"))
     axis = {"type": "log", "dtick": 1} if wide else {"rangemode": "tozero"}
@@ -101,7 +115,7 @@ def _step_time(record: RunRecord, summary: Summary) -> Figure | None:
     predicted = summary.step_time.predicted
     top, note = _top(_known(curve), predicted)
     size, name = unit([summary.step_time.measured, predicted], SECONDS)
-    content = [Line("measured", curve, "measured")]
+    content = _trend("measured", curve, summary)
     if predicted is not None:
         content.append(Line("predicted", _level(record, predicted), "predicted"))
     axis = {"range": [0, top / size]} if top else {"rangemode": "tozero"}
@@ -112,19 +126,19 @@ def _top(values: list[float], predicted: float | None) -> tuple[float | None, st
     """Where the axis of step times ends if a few steps would flatten all others, and a word on those steps."""
     if len(values) < 20:
         return None, ""
-    usual = max(quantiles(values, n=50)[-1], predicted or 0.0)
+    usual = max(quantiles(values, n=10)[-1], predicted or 0.0)
     if max(values) <= OUTLIER * usual:
         return None, ""
     top = 1.5 * usual
     above = sum(value > top for value in values)
-    return top, f"{above:,} slower than the axis shows, the slowest {seconds(max(values))}; double-click to see all."
+    return top, f"Steps beyond the axis: {above:,}, the slowest took {seconds(max(values))}; double-click to see all."
 
 
 def _throughput(record: RunRecord, summary: Summary) -> Figure | None:
     curve = _over(record.steps, throughput)
     if not _known(curve):
         return None
-    content = [Line("measured", curve, "measured")]
+    content = _trend("measured", curve, summary)
     predicted = summary.tokens_per_second.predicted
     if predicted is not None:
         content.append(Line("predicted", _level(record, predicted), "predicted"))

@@ -23,7 +23,7 @@ def finite(value: float | None) -> float | None:
 
 def unit(values: Iterable[float | None], ladder: Ladder) -> tuple[float, str]:
     """The rung that fits the largest of `values`: what to divide by, and its name."""
-    largest = max((abs(v) for v in values if finite(v) is not None), default=0.0)
+    largest = max((abs(v) for v in map(finite, values) if v is not None), default=0.0)
     largest = float(f"{largest:.3g}")
     if not largest:
         return (1.0, next(name for size, name in ladder if size == 1.0))
@@ -78,8 +78,10 @@ def count(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share: 43.2%."""
-    return NONE if finite(value) is None or value is None else f"{digits(100 * value)}%"
+    """A share: 43.2%, never more than two decimals."""
+    if finite(value) is None or value is None:
+        return NONE
+    return "<0.01%" if 0 < value < 1e-4 else f"{value:.2%}" if abs(value) < 0.1 else f"{digits(100 * value)}%"
 
 
 def difference(value: float | None) -> str:

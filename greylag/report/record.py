@@ -90,7 +90,9 @@ def _read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             bad.append((number, error))
     if bad and not good and len(lines) > 1:
-        raise SpecError(f"{path}: no line is a {kind.__name__} (line {bad[0][0]}: {bad[0][1]}); give the file of one run")
+        raise SpecError(
+            f"{path}: no line is a {kind.__name__} (line {bad[0][0]}: {bad[0][1]}); give the file of one run"
+        )
     if bad and bad[-1][0] == len(lines):
         bad.pop()
     if not bad:

@@ -101,7 +101,7 @@ def summarize(record: RunRecord) -> Summary:
         flops_per_second=compare("FLOP/s", lambda s: s.flops_per_second if s.total_seconds else None),
         utilization=compare("utilization", lambda s: s.utilization if s.total_seconds else None),
         memory=_peak("peak", fullest, predicted, lambda s: s.total_bytes),
-        wire=compare("to collectives", lambda s: s.wire_bytes),
+        wire=compare("sent to peers", lambda s: s.wire_bytes),
         phases=[compare(phase, lambda s, phase=phase: s.seconds.get(phase, 0.0)) for phase in PHASES],  # type: ignore[misc]
         pools=[_peak(pool, fullest, predicted, lambda s, pool=pool: s.bytes.get(pool, 0.0)) for pool in POOLS],  # type: ignore[misc]
         loss=losses,
@@ -133,7 +133,8 @@ def role_sizes(job: Job) -> list[RoleSize]:
             sizes.setdefault(part.role, []).append(part.size)
             gemm[part.role] = part.is_gemm
     rows = [
-        RoleSize(role, len(own), sum(own), sum(own) - (resting if role == "expert" else 0), gemm[role]) for role, own in sizes.items()
+        RoleSize(role, len(own), sum(own), sum(own) - (resting if role == "expert" else 0), gemm[role])
+        for role, own in sizes.items()
     ]
     return sorted(rows, key=lambda row: -row.total)
 

@@ -29,7 +29,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: dict[str, float] = {}
     """Peak memory by pool, keys of `POOLS`; empty where it was not measured in this step."""
     wire_bytes: float = 0.0
-    """Bytes that a rank hands to collectives (payload, before the algorithm's factor)."""
+    """Bytes that a rank sends to others over its process groups; of measured ones, what the kernel counted on TCP."""
     tokens: int
     """Tokens of the global batch."""
     flops: float

@@ -1,0 +1,5 @@
+"""`python -m greylag`."""
+
+from greylag.cli import main
+
+main()

@@ -1,0 +1,189 @@
+"""The command line, and the only file that knows every wing: composition happens here.
+
+Each command imports its wing inside, so that `greylag --help` answers at once. A SpecError becomes one line and
+exit code 2.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from greylag.spec import Job, Step
+
+app = typer.Typer(
+    help="Plan, check, train and land FP8 training runs of large models.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+JobFile = Annotated[Path, typer.Argument(help="A job file (TOML).", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: strategy.tp=8 run.steps=100", show_default=False)]
+
+
+@app.command()
+def show(job_file: JobFile, overrides: Overrides = None) -> None:
+    """Print a job: parameters, FLOPs, bytes per rank, the rank grid, the precision of every role."""
+    from greylag.report.show import print_job
+    from greylag.sim import predict_memory
+
+    job = _load(job_file, overrides)
+    print_job(job, predict_memory(job) if not job.problems() else None)
+    if job.problems():
+        raise typer.Exit(2)
+
+
+@app.command()
+def simulate(job_file: JobFile, overrides: Overrides = None) -> None:
+    """Predict step time, utilization and peak memory, with a breakdown."""
+    from greylag.report.show import print_prediction
+
+    job = _load(job_file, overrides)
+    _require_no_problems(job)
+    print_prediction(job, _predict(job))
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[int, typer.Option(help="Ranks that measure at once, as the job will run.", min=1)] = 2,
+) -> None:
+    """Measure this machine: GEMMs, memory, FP8 quantization, collectives. Writes the `local` calibration."""
+    _require_torch()
+    from greylag.train.calibrate import calibrate_local
+
+    print(calibrate_local(ranks))
+
+
+@app.command()
+def train(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    folder: Annotated[Path | None, typer.Option(help="The run folder.  [default: runs/JOB]", show_default=False)] = None,
+) -> None:
+    """Train a job; resumes if its run folder holds a checkpoint. Runs under torchrun or srun, or starts local ranks."""
+    _require_torch()
+    from greylag.train.build import refuse
+    from greylag.train.data import find_files
+    from greylag.train.launch import find_place, launch, run_folder, run_rank
+
+    job = _load(job_file, overrides)
+    refuse(job)
+    find_files(job.run.data)
+    run = run_folder(folder, job)
+    place = find_place(os.environ)
+    peak = _peak_flops(job)
+    if place is not None:
+        if place.rank == 0 and place.launcher != "greylag":
+            run.claim(job)
+            _write_prediction(job, run.path)
+        finished = run_rank(job, run, place, peak)
+    else:
+        run.claim(job)
+        _write_prediction(job, run.path)
+        code = launch(["train", *sys.argv[2:]], job.strategy.world)
+        if code not in (0, INTERRUPTED):
+            if code != 2:
+                _say(f"a rank ended with code {code}; what it said stands above. Run the same command to resume.")
+            raise typer.Exit(code if code > 0 else 1)
+        finished = code == 0
+        if not finished:
+            _say(f"{run.path}: saved; run the same command again to resume")
+    if not finished:
+        raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="Where to write.  [default: RUN/report.html]", show_default=False)] = None,
+) -> None:
+    """Write one offline HTML page about a run."""
+    try:
+        from greylag.report.run import write_report
+    except ImportError as error:
+        _fail(f"'report' needs {error.name}: pip install 'greylag[report]'")
+    print(write_report(run, out))
+
+
+INTERRUPTED = 130
+"""Exit code of a run that was asked to stop and saved (128 + SIGINT)."""
+
+
+def main() -> None:
+    """Run the command line; the user's mistakes end in one line on stderr and exit code 2."""
+    from greylag.spec.error import SpecError
+
+    try:
+        app()
+    except SpecError as error:
+        _fail(str(error))
+
+
+def _fail(text: str) -> None:
+    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0:
+        _say(text)
+    sys.stdout.flush()
+    raise SystemExit(2)
+
+
+def _say(text: str) -> None:
+    print(f"greylag: {text}", file=sys.stderr, flush=True)
+
+
+def _load(job_file: Path, overrides: list[str] | None) -> "Job":
+    from greylag.spec import load_job
+
+    return load_job(job_file, overrides or [])
+
+
+def _require_no_problems(job: "Job") -> None:
+    from greylag.spec import SpecError
+
+    problems = job.problems()
+    if problems:
+        raise SpecError(f"{job.name}: " + "\n".join(map(str, problems)))
+
+
+def _require_torch() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        _fail("this command needs torch: pip install 'greylag[train]'")
+
+
+def _predict(job: "Job") -> "Step":
+    from greylag.sim import predict
+    from greylag.spec.calibration import load_local
+
+    return predict(job, load_local() if job.cluster.is_local else None)
+
+
+def _write_prediction(job: "Job", folder: Path) -> None:
+    """Lay the prediction beside the run, where one can be made."""
+    import msgspec
+
+    from greylag.spec import SpecError
+    from greylag.train.folder import write_whole
+
+    try:
+        step = _predict(job)
+    except SpecError as error:
+        _say(f"no prediction: {error}")
+        return
+    write_whole(folder / "predicted.json", msgspec.json.encode(step))
+
+
+def _peak_flops(job: "Job") -> float:
+    from greylag.sim import peak_flops
+    from greylag.spec import SpecError
+    from greylag.spec.calibration import load_local
+
+    try:
+        return peak_flops(job, load_local() if job.cluster.is_local else None)
+    except SpecError:
+        return 0.0

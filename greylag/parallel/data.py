@@ -1,0 +1,80 @@
+"""Data parallelism: sharding inside a replica (FSDP2), averaging across replicas.
+
+ZeRO's levels are FSDP2's switches. Parameters always rest as shards; what differs is when they are gathered and
+when gradients are scattered:
+
+    level  gather of parameters          reduction of gradients
+    0      never (kept whole)            all-reduce, once per step
+    1      once per step                 reduce-scatter, once per step
+    2      once per step                 reduce-scatter, every micro-batch
+    3      every forward and backward    reduce-scatter, every micro-batch
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from greylag.parallel.world import World
+
+
+def shard(model: nn.Module, layers: Sequence[nn.Module], zero: int, high: torch.dtype, world: World) -> None:
+    """Shard a model's parameters over the replica's dp ranks, one unit per layer and one for the rest."""
+    if zero == 0:
+        mesh = init_device_mesh(world.device.type, (world.grid.dp, 1), mesh_dim_names=("copies", "dp"))
+    else:
+        mesh = world.mesh()
+    low = high is not torch.float32 and world.device.type != "cpu"
+    policy = MixedPrecisionPolicy(param_dtype=high if low else None, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+
+
+def set_micro_batch(model: nn.Module, zero: int, is_last: bool) -> None:
+    """Tell FSDP2, before a micro-batch, what it need not do until the last one."""
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_is_last_backward(is_last)
+    if zero <= 1:
+        model.set_requires_gradient_sync(is_last)
+    if zero < 3:
+        model.set_reshard_after_backward(is_last)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+class ReplicaCommit:
+    """The commit of a job whose replicas all stay: averages over them, and updates if every rank is healthy.
+
+    Satisfies `train.loop.Commit`.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def begin(self, number: int) -> None:
+        """A step starts; nothing to agree on."""
+
+    def average(self, gradients: Sequence[Tensor]) -> None:
+        """Average gradients over replicas, in place, as one message. Takes and leaves this rank's shards."""
+        if self.world.across is None:
+            return
+        parts = [local(g) for g in gradients]
+        flat = torch.cat([g.reshape(-1) for g in parts])
+        dist.all_reduce(flat, group=self.world.across)
+        flat.div_(self.world.grid.replica)
+        for part, whole in zip(parts, flat.split([g.numel() for g in parts]), strict=True):
+            part.copy_(whole.view_as(part))
+
+    def vote(self, healthy: bool) -> bool:
+        """Whether every rank of every replica is healthy."""
+        ballot = torch.tensor(float(healthy), device=self.world.device)
+        return bool(self.world.all_reduce(ballot, dist.ReduceOp.MIN).item())

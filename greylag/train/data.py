@@ -1,0 +1,82 @@
+"""Data: text files as one string of bytes, cut into windows, in an order that a seed and a step number decide.
+
+The tokenizer is the byte: token = byte value, vocabulary 256, files divided by byte 0. Because the order is a
+function of (seed, position), a resumed run needs no state to read on where it stopped, and any number of ranks
+reads the same global batches.
+"""
+
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from greylag.spec import SpecError
+
+STDLIB = "python-stdlib"
+DIVIDER = b"\0"
+
+
+class Corpus:
+    """All bytes of a list of files, and a shuffled order of windows over them."""
+
+    def __init__(self, files: Sequence[Path], sequence: int, seed: int) -> None:
+        """Read the files. Raises SpecError if one cannot be read or all together are shorter than one window."""
+        try:
+            contents = [file.read_bytes() for file in files]
+        except OSError as error:
+            raise SpecError(f"{error.filename}: cannot be read: {error.strerror}; check run.data") from None
+        text = DIVIDER.join(contents)
+        self.tokens = np.frombuffer(text, dtype=np.uint8)
+        self.sequence, self.seed = sequence, seed
+        self.num_windows = (len(self.tokens) - 1) // sequence
+        if self.num_windows < 1:
+            raise SpecError(f"run.data: {len(self.tokens)} bytes are fewer than one sequence of {sequence} + 1; give more text")
+        self.fingerprint = hashlib.sha256(text).hexdigest()
+        self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0))
+
+    def windows(self, first: int, count: int) -> Tensor:
+        """Windows number `first` to `first + count` of the endless order: (count, sequence + 1) tokens, int64.
+
+        Each epoch is a permutation of all windows, drawn from (seed, epoch).
+        """
+        rows = np.empty((count, self.sequence + 1), dtype=np.int64)
+        for row in range(count):
+            epoch, place = divmod(first + row, self.num_windows)
+            start = int(self._order(epoch)[place]) * self.sequence
+            rows[row] = self.tokens[start : start + self.sequence + 1]
+        return torch.from_numpy(rows)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self._epoch[0] != epoch:
+            generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
+            self._epoch = (epoch, generator.permutation(self.num_windows))
+        return self._epoch[1]
+
+
+def find_files(data: Sequence[str]) -> list[Path]:
+    """The files that `run.data` names, in order. Raises SpecError for a name that matches nothing."""
+    files: list[Path] = []
+    for name in data:
+        path = Path(name)
+        if name == STDLIB:
+            files += _standard_library()
+        elif path.is_file():
+            files.append(path)
+        else:
+            pattern = str(path / "**" / "*") if path.is_dir() else name
+            found = sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
+            if not found:
+                raise SpecError(f"run.data: '{name}' matches no file; give a file, a folder, a pattern or '{STDLIB}'")
+            files += found
+    return files
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
+    return sorted(p for p in root.rglob("*.py") if not skip & set(p.relative_to(root).parts))

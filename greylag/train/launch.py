@@ -1,0 +1,184 @@
+"""Launch: how ranks come to be, and what one rank does from birth to end.
+
+Under torchrun or srun the ranks exist already and say so in their environment. Otherwise `launch` starts the local
+ones with torchrun's own variables, holds their store, passes Ctrl-C on once, and ends them all if one fails. No
+rank ever hosts the store: torchrun's agent, this launcher or, under srun, a file in the run folder does.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from greylag.parallel import ReplicaCommit, World, start, stop
+from greylag.parallel.world import TIMEOUT
+from greylag.spec import Job, SpecError
+from greylag.spec.grid import Grid
+from greylag.train.build import build
+from greylag.train.folder import RunFolder
+from greylag.train.hooks import ProgressHook, TensorBoardHook
+from greylag.train.loop import Control, Hook, fly
+
+LAUNCHED = "GREYLAG_LAUNCHED"
+"""Set for ranks that `launch` started: the launcher holds the folder's lock."""
+GRACE = 20.0
+"""Seconds that ranks get to end by themselves after another one failed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launcher put this process."""
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    launcher: str
+    """torchrun, srun or greylag."""
+    attempt: str
+    """Tells this start of the job from any earlier one, so that no stale address is read from the store."""
+
+
+def find_place(environ: Mapping[str, str]) -> Place | None:
+    """What torchrun or srun says of this process; None if nobody launched it as a rank."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return Place(
+            rank=int(environ["RANK"]),
+            world=int(environ["WORLD_SIZE"]),
+            local_rank=int(environ.get("LOCAL_RANK", 0)),
+            local_world=int(environ.get("LOCAL_WORLD_SIZE", 1)),
+            launcher="greylag" if LAUNCHED in environ else "torchrun",
+            attempt=environ.get("TORCHELASTIC_RUN_ID", "") + environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+    if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
+        return Place(
+            rank=int(environ["SLURM_PROCID"]),
+            world=int(environ["SLURM_NTASKS"]),
+            local_rank=int(environ.get("SLURM_LOCALID", 0)),
+            local_world=int(environ.get("SLURM_NTASKS_PER_NODE", environ.get("SLURM_NTASKS", "1"))),
+            launcher="srun",
+            attempt=f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}.{environ.get('SLURM_RESTART_COUNT', '0')}",
+        )
+    return None
+
+
+def run_rank(job: Job, folder: RunFolder, place: Place, peak_flops: float = 0.0) -> bool:
+    """Train as one rank. True if the run reached its last step, False if it was asked to stop before.
+
+    Raises SpecError if the launcher made another number of ranks than the job has.
+    """
+    if place.world != job.strategy.world:
+        raise SpecError(
+            f"{job.name}: {place.launcher} started {place.world} ranks, the job needs {job.strategy.world} "
+            f"(dp {job.strategy.dp}); change strategy.dp and cluster, or the launcher's number"
+        )
+    device = _device(job, place)
+    torch.manual_seed(job.run.seed)
+    store = dist.PrefixStore(place.attempt, _store(job, folder, place))
+    world = start(Grid.of(job.strategy), place.rank, store, device)
+    hooks: list[Hook] = []
+    progress = ProgressHook(job.run.steps)
+    if world.is_first:
+        hooks.append(progress)
+        if job.run.tensorboard:
+            hooks.append(TensorBoardHook(folder.path))
+    try:
+        with _listening() as control:
+            last = fly(build(job, world), folder, ReplicaCommit(world), hooks, control, peak_flops)
+    finally:
+        progress.close()
+    stop(world)
+    return last >= job.run.steps
+
+
+def _device(job: Job, place: Place) -> torch.device:
+    kind = job.cluster.device.kind
+    if kind == "cpu":
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world))
+        return torch.device("cpu")
+    device = torch.device(kind, place.local_rank)
+    torch.accelerator.set_device_index(place.local_rank)
+    return device
+
+
+def _store(job: Job, folder: RunFolder, place: Place) -> dist.Store:
+    if place.launcher == "srun" or job.run.store == "file":
+        return dist.FileStore(str(folder.path / f".store_{place.attempt}"), place.world)
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise SpecError('MASTER_ADDR and MASTER_PORT are not set; start with torchrun, or set run.store = "file"') from None
+    hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and place.rank == 0
+    return dist.TCPStore(host, port, is_master=hosts, timeout=TIMEOUT)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[Control]:
+    """Turn the first SIGINT or SIGTERM into a request to save and stop; a second one ends the process."""
+    control = Control()
+
+    def ask(number: int, frame: object) -> None:
+        if control.stop:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        control.stop = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield control
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def launch(arguments: Sequence[str], num_ranks: int) -> int:
+    """Start `greylag ARGUMENTS` as local ranks and wait for them. Returns the exit code of the first that failed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", LAUNCHED: "1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "greylag", *arguments]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}, start_new_session=True)
+        for r in range(num_ranks)
+    ]
+
+    def forward(number: int, frame: object) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                os.kill(rank.pid, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, forward)
+    return _await(ranks)
+
+
+def _await(ranks: list["subprocess.Popen[bytes]"]) -> int:
+    """Wait for all ranks; once one fails, give the others a grace and end them."""
+    failed, deadline = 0, float("inf")
+    while any(rank.poll() is None for rank in ranks):
+        codes = [rank.returncode for rank in ranks if rank.returncode]
+        if codes and not failed:
+            failed, deadline = codes[0], time.monotonic() + GRACE
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.kill()
+        time.sleep(0.02)
+    codes = [rank.returncode for rank in ranks if rank.returncode]
+    return failed or (codes[0] if codes else 0)
+
+
+def run_folder(path: Path | None, job: Job) -> RunFolder:
+    """The folder of a run: the one given, or `runs/NAME`."""
+    return RunFolder(path or Path("runs") / job.name)

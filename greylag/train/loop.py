@@ -1,0 +1,217 @@
+"""Loop: step after step of one job, measured by phase.
+
+It owns two seams that others fill. A `Hook` looks on: progress, TensorBoard, the guard. A `Commit` decides: it
+averages gradients over replicas and says whether a step counts. The loop fetches neither; it is given them.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from greylag.model.moe import Router
+from greylag.numerics import Recipe
+from greylag.numerics.scaling import DelayedScale
+from greylag.parallel import set_micro_batch
+from greylag.spec import Finding, SpecError, Step
+from greylag.spec.work import step_flops
+from greylag.train.build import Flight
+from greylag.train.checkpoint import Checkpointer
+from greylag.train.folder import RunFolder
+from greylag.train.measure import Clock, MemoryMeter, sent_bytes
+from greylag.train.optim import clip, learning_rate
+
+MEASURED_STEP = 3
+"""The step whose memory is measured: the optimizer state exists, and what is made once has been made."""
+
+
+class Hook(Protocol):
+    """Looks on at a run. Called on every rank."""
+
+    def before(self, number: int) -> None:
+        """Step `number` begins."""
+
+    def after(self, step: Step) -> None:
+        """A step is over; the same Step on every rank but for its own seconds."""
+
+    def failed(self, error: BaseException) -> None:
+        """The run ends with an error."""
+
+
+class Commit(Protocol):
+    """Decides over a step, together with the other replicas."""
+
+    def begin(self, number: int) -> None:
+        """Step `number` begins."""
+
+    def average(self, gradients: Sequence[Tensor]) -> None:
+        """Average this rank's gradients over replicas, in place."""
+
+    def vote(self, healthy: bool) -> bool:
+        """Whether to apply the update, agreed by all ranks."""
+
+
+@dataclass
+class Control:
+    """What the outside asks of a running loop."""
+
+    stop: bool = False
+    """Save and end after this step."""
+
+
+def fly(
+    flight: Flight, folder: RunFolder, commit: Commit, hooks: Iterable[Hook], control: Control, peak_flops: float = 0.0
+) -> int:
+    """Train from the newest checkpoint to the last step, or to where `control` asks to stop.
+
+    Returns the number of the last step. Raises SpecError if a checkpoint or record cannot be read or written.
+    """
+    hooks = list(hooks)
+    run, world = flight.job.run, flight.world
+    saver = Checkpointer(folder.checkpoints, world, run.keep_checkpoints)
+    try:
+        number = _resume(flight, saver)
+        saved = number
+        while number < run.steps:
+            number += 1
+            for hook in hooks:
+                hook.before(number)
+            step, stop = _step(flight, number, commit, control, peak_flops, folder)
+            if world.is_first:
+                folder.append(step)
+            for hook in hooks:
+                hook.after(step)
+            if stop or number == run.steps or (run.checkpoint_every and number % run.checkpoint_every == 0):
+                saver.save(flight.model, flight.optimizer, {"data": flight.corpus.fingerprint}, number)
+                saved = number
+            if stop:
+                break
+        assert saved == number
+        saver.wait()
+        return number
+    except BaseException as error:
+        for hook in hooks:
+            hook.failed(error)
+        raise
+
+
+def _resume(flight: Flight, saver: Checkpointer) -> int:
+    facts = saver.load(flight.model, flight.optimizer)
+    if facts is None:
+        return 0
+    if facts["data"] != flight.corpus.fingerprint:
+        raise SpecError("run.data: the text differs from what this run was trained on; restore it or choose another --folder")
+    return int(facts["step"])
+
+
+def _step(
+    flight: Flight, number: int, commit: Commit, control: Control, peak_flops: float, folder: RunFolder
+) -> tuple[Step, bool]:
+    """One optimizer step. Returns its record and whether some rank was asked to stop."""
+    job, world, model = flight.job, flight.world, flight.model
+    clock = Clock(world.device)
+    commit.begin(number)
+    wire = sent_bytes()
+    meter = MemoryMeter(model, flight.optimizer, world.device) if number == MEASURED_STEP else None
+    rate = learning_rate(job.run, number)
+    for group in flight.optimizer.param_groups:
+        group["lr"] = rate
+    loss = _accumulate(flight, number, clock)
+    with clock.phase("reduce"):
+        commit.average([p.grad for p in model.parameters() if p.grad is not None])
+    with clock.phase("optimizer"):
+        norm = clip(model.parameters(), job.run.clip_norm)
+        seen = _nonfinite(model)
+        applied = commit.vote(bool(norm.isfinite()) and not seen)
+        if applied:
+            flight.optimizer.step()
+    memory = meter.stop() if meter else {}
+    flight.optimizer.zero_grad(set_to_none=True)
+    _close_step(flight, applied)
+    facts = torch.tensor([loss, float(control.stop)], dtype=torch.float64, device=world.device)
+    total, stops = (world.all_reduce(facts) / world.grid.world).tolist()
+    if seen and not applied:
+        _report_nonfinite(seen, number, world.rank, folder)
+    return (
+        Step(
+            source="measured",
+            number=number,
+            seconds=clock.stop(),
+            bytes=memory,
+            wire_bytes=float(sent_bytes() - wire),
+            tokens=job.tokens,
+            flops=step_flops(job),
+            peak_flops=peak_flops,
+            loss=total,
+            grad_norm=float(norm),
+            learning_rate=rate,
+            skipped=not applied,
+            time=time.time(),
+        ),
+        stops > 0,
+    )
+
+
+def _accumulate(flight: Flight, number: int, clock: Clock) -> float:
+    """Forward and backward of every micro-batch; the mean loss of this rank."""
+    job, world = flight.job, flight.world
+    portions, size = job.num_micro_batches, job.strategy.micro_batch
+    first = (number - 1) * job.global_batch + world.grid.data_rank(world.rank) * portions * size
+    losses = torch.zeros((), device=world.device)
+    for portion in range(portions):
+        with clock.phase("data"):
+            tokens_BS = flight.corpus.windows(first + portion * size, size).to(world.device)
+        set_micro_batch(flight.model, job.strategy.zero, portion == portions - 1)
+        with clock.phase("forward"):
+            logits_BSV = flight.model(tokens_BS[:, :-1])
+            loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten()) / portions
+            del logits_BSV
+        with clock.phase("backward"):
+            loss.backward()
+        losses += loss.detach()
+    return float(losses)
+
+
+def _close_step(flight: Flight, applied: bool) -> None:
+    """Move on what follows the step and not the gradient: delayed scales and the experts' balancing bias."""
+    world = flight.world
+    routers = [m for m in flight.model.modules() if isinstance(m, Router)]
+    if routers:
+        loads = world.all_reduce(torch.stack([r.load for r in routers]))
+        for router, load in zip(routers, loads, strict=True):
+            router.load.copy_(load if applied else torch.zeros_like(load))
+            router.rebalance()
+    scales = [m for m in flight.model.modules() if isinstance(m, DelayedScale)]
+    if scales:
+        amax = world.all_reduce(torch.stack([s.history[0] for s in scales]), torch.distributed.ReduceOp.MAX)
+        for scale, value in zip(scales, amax, strict=True):
+            scale.history[0] = value
+            scale.roll()
+
+
+def _nonfinite(model: torch.nn.Module) -> list[str]:
+    """Layers whose operands held Inf or NaN in this step."""
+    seen = []
+    for name, module in model.named_modules():
+        if isinstance(module, Recipe) and module.nonfinite.item():
+            seen.append(name.removesuffix(".recipe"))
+            module.nonfinite.zero_()
+    return seen
+
+
+def _report_nonfinite(seen: list[str], number: int, rank: int, folder: RunFolder) -> None:
+    finding = Finding(
+        level="warning",
+        what="Inf or NaN in an operand of a GEMM: the step was not applied",
+        where=", ".join(seen[:3]) + (f" and {len(seen) - 3} more" if len(seen) > 3 else ""),
+        advice="lower the learning rate or look at the layer's activations",
+        rank=rank,
+        step=number,
+    )
+    folder.append(finding)
+
+

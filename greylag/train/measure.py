@@ -1,0 +1,125 @@
+"""Measure: seconds by phase, bytes by pool, bytes on the wire. What the simulator predicts, read off the machine."""
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import ProfilerActivity, profile
+
+from greylag.parallel import local
+from greylag.spec.step import PHASES
+
+
+class Clock:
+    """Seconds by phase of one step; what falls outside any phase is `other`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.restart()
+
+    def restart(self) -> None:
+        """Start a step."""
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the time inside towards a phase."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+            self.seconds[name] += time.perf_counter() - begin
+
+    def stop(self) -> dict[str, float]:
+        """Seconds by phase, which add up to the wall time since the start."""
+        self.seconds["other"] += time.perf_counter() - self.started - sum(self.seconds.values())
+        return self.seconds
+
+
+class MemoryMeter:
+    """Peak bytes of one step by pool.
+
+    On a GPU the allocator knows its high-water mark. A CPU's allocator keeps none, so the profiler follows every
+    allocation of the step; what lay there before is added up from the tensors themselves.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._before = self.resting()
+        if device.type == "cpu":
+            self._profile.__enter__()
+        else:
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def resting(self) -> dict[str, float]:
+        """Bytes at rest by pool."""
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        moments = [v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        return {
+            "parameters": _bytes(weights),
+            "gradients": _bytes(gradients),
+            "optimizer": _bytes(moments),
+        }
+
+    def stop(self) -> dict[str, float]:
+        """Peak bytes by pool. Called with the step's gradients still there."""
+        pools = {**self._before, "gradients": self.resting()["gradients"]}
+        if self.device.type == "cpu":
+            self._profile.__exit__(None, None, None)
+            peak = sum(self._before.values()) + _profiled_peak(self._profile)
+        else:
+            peak = float(torch.cuda.max_memory_allocated(self.device))
+        return {**pools, "activations": max(0.0, peak - sum(pools.values()))}
+
+
+def _profiled_peak(trace: profile) -> float:
+    """The most bytes that were alive at once of those allocated while profiling."""
+    alive = peak = 0
+    assert trace.profiler is not None
+    results = trace.profiler.kineto_results
+    assert results is not None
+    for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return float(peak)
+
+
+def _bytes(tensors: list[torch.Tensor]) -> float:
+    storages = {local(t).untyped_storage().data_ptr(): local(t).untyped_storage().nbytes() for t in tensors}
+    return float(sum(storages.values()))
+
+
+def gather_free(model: nn.Module) -> None:
+    """Give gathered parameters back, so that what rests is only this rank's shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def sent_bytes() -> int:
+    """Bytes that this process's TCP sockets have sent and seen acknowledged, from the kernel's counters (Linux).
+
+    The sockets of gloo among them: the difference over a step is what really went over the wire, headers included.
+    """
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+            total += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked, linux/tcp.h
+        except (OSError, struct.error):
+            continue
+    return total
