@@ -85,7 +85,7 @@ def torchao() -> nn.Module | None:
 
 
 def batches() -> Iterator[Tensor]:
-    """Tokens (BATCH, SEQUENCE + 1) that can be learned: each follows from the last by a fixed map, one in ten by chance."""
+    """Tokens (BATCH, SEQUENCE + 1) to learn from: each follows from the last by a fixed map, one in ten by chance."""
     generator = torch.Generator().manual_seed(1)
     after = torch.randperm(256, generator=generator)
     while True:
@@ -118,7 +118,8 @@ def main() -> None:
     print(f"{'':34} {'ms/step':>8} {'/ FP32':>7} {'/ torchao':>9} {'loss':>8}")
     for c in contestants:
         print(f"{c.name:34} {c.ms:8.1f} {c.ms / fp32.ms:7.2f} {c.ms / ao.ms:9.2f} {c.loss:8.4f}")
-    print(f"ours/torchao {block.ms / ao.ms:.2f} (block), {tensor.ms / ao.ms:.2f} (tensor); ours/FP32 {block.ms / fp32.ms:.2f}")
+    print(f"ours/torchao: block {block.ms / ao.ms:.2f}, tensor {tensor.ms / ao.ms:.2f}")
+    print(f"ours/FP32: block {block.ms / fp32.ms:.2f}, tensor {tensor.ms / fp32.ms:.2f}")
 
 
 if __name__ == "__main__":

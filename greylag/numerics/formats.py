@@ -52,8 +52,9 @@ def round_values(
 
     `unit` is a power of two, broadcast to `x`. Adding and subtracting 1.5 * 2**23 spacings lets the adder round to
     nearest even at that spacing (Knuth, TAOCP vol. 2, 4.2.2), where the spacing is 2**-mantissa of the number's own
-    power of two, and never less than that of the smallest normal number. |x| must be below `ROUNDABLE`, and not
-    exceed `fmt.max * unit` by more than half a spacing; `encode` clamps where a scale cannot promise that.
+    power of two, and never less than that of the smallest normal number. |x| must be below `ROUNDABLE`, the smallest
+    normal number times `unit` be normal in FP32 too, and |x| not exceed `fmt.max * unit` by more than half a spacing;
+    `encode` clamps where a scale cannot promise that.
     `scratch`, of the shape of `x`, is overwritten: a new buffer costs as much as a pass over memory.
     """
     free = None if scratch is None else scratch.view(torch.int32)
@@ -67,6 +68,16 @@ def round_values(
     return torch.add(x, power, alpha=lift, out=out).sub_(power, alpha=lift)
 
 
+def coarsen_(values: Tensor, unit: Tensor) -> Tensor:
+    """`round_values` in place for values that are of E4M3 already, but times smaller powers of two than `unit`.
+
+    Half the passes: the spacing of E4M3's smallest numbers does for all. What is larger is a multiple of it, and
+    2**15 of them reach up to the largest, far from the 2**20 that FP32 has room for.
+    """
+    lift = unit * (1.5 * 2.0 ** (23 - E4M3.mantissa + E4M3.min_exponent))
+    return values.add_(lift).sub_(lift)
+
+
 def encode(x: Tensor, fmt: Format) -> Tensor:
     """Codes of FP32 `x`, rounded to nearest even, saturated at +-`fmt.max`; NaN stays NaN.
 
@@ -76,28 +87,28 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 
-def pack(values: Tensor, fmt: Format) -> Tensor:
-    """Codes of FP32 `values` that are in `fmt`, but for an error of some FP32 spacings. Uses up `values`."""
+def pack(values: Tensor, fmt: Format, scale: Tensor | float = 1.0) -> Tensor:
+    """Codes of FP32 `values * scale`, which are in `fmt` but for an error far below FP16's spacing."""
     if fmt is not E4M3 or values.device.type != "cpu":
-        return values.to(fmt.dtype)
-    bits = values.mul_(_E4M3_TO_FP16).half().view(torch.int16)
+        return (values * scale).to(fmt.dtype)
+    bits = (values * (scale * _E4M3_TO_FP16)).half().view(torch.int16)
     minus = bits.bitwise_right_shift(15)  # 0 or -1; the sign goes to the exponent's top bit too, which is free
     bits = torch.add(bits, minus, alpha=-_FP16_TOP_EXPONENT)
     return bits.bitwise_right_shift_(7).to(torch.int8).view(fmt.dtype)
 
 
-def decode(codes: Tensor) -> Tensor:
-    """FP32 values of FP8 codes."""
+def decode(codes: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """FP32 values of FP8 codes, times `scale`."""
     if codes.device.type != "cpu":
-        return codes.float()
+        return codes.float().mul_(scale)
     bits = codes.view(torch.int8).to(torch.int16)
     if codes.dtype == torch.float8_e5m2:
-        return bits.bitwise_left_shift_(8).view(torch.float16).float()
+        return bits.bitwise_left_shift_(8).view(torch.float16).float().mul_(scale)
     bits.bitwise_left_shift_(7).bitwise_and_(~_FP16_TOP_EXPONENT)
-    values = bits.view(torch.float16).float().mul_(1 / _E4M3_TO_FP16)
+    values = bits.view(torch.float16).float()
     if _has_nan(codes):
-        values.masked_fill_(values.abs() > E4M3.max, torch.nan)
-    return values
+        values.masked_fill_(values.abs() > E4M3.max * _E4M3_TO_FP16, torch.nan)
+    return values.mul_(1 / _E4M3_TO_FP16).mul_(scale)
 
 
 def _has_nan(codes: Tensor) -> bool:

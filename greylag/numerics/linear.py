@@ -47,20 +47,22 @@ class Recipe(nn.Module):
             if operand.is_fp8 and operand.timing == "delayed":
                 self.add_module(f"{role}_scale", DelayedScale(FORMATS[operand.format], precision))
 
-    def quantize(self, role: str, x_MK: Tensor, along_rows: bool = True) -> Quantized:
-        """`x` (M, K) as the operand of a role: input, weight or grad."""
+    def quantize(self, role: str, x_MK: Tensor, along_rows: bool = True, turn: bool = False) -> Quantized:
+        """`x` (M, K) as the operand of a role: input, weight or grad; `turn` as in `quantize.quantize`."""
         operand: Operand = getattr(self.precision, role)
         if not operand.is_fp8:
             return cast(x_MK, _DTYPES[operand.format])
         tile = tile_of(operand.granularity, along_rows)
         delayed = getattr(self, f"{role}_scale", None)
-        return quantize(x_MK, FORMATS[operand.format], tile, self.precision.scale, delayed, self.nonfinite)
+        return quantize(x_MK, FORMATS[operand.format], tile, self.precision.scale, delayed, self.nonfinite, turn)
 
     def columns(self, role: str, rows: Quantized, source: Tensor | None = None) -> Quantized:
         """The same operand tiled down columns: from its high-precision source, or from what was kept of it."""
         if rows.tile != (1, BLOCK):
             return rows
-        return self.quantize(role, rows.dequantize() if source is None else source, along_rows=False)
+        if source is None:
+            return self.quantize(role, rows.dequantize(), along_rows=False, turn=self.precision.scale == "pow2")
+        return self.quantize(role, source, along_rows=False)
 
     def extra_repr(self) -> str:
         """The precision of each role."""
@@ -146,7 +148,7 @@ class Linear(nn.Module):
         x_PK = x.reshape(-1, self.in_features)
         y_PN: Tensor = _Linear.apply(x_PK, self.weight, self.recipe, [(0, x_PK.shape[0])])
         if self.bias is not None:
-            y_PN = y_PN + self.bias
+            y_PN = y_PN + self.bias.to(y_PN.dtype)
         return y_PN.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from greylag.numerics.formats import ROUNDABLE, Format, decode, encode, pack, round_values
+from greylag.numerics.formats import E4M3, ROUNDABLE, Format, coarsen_, decode, encode, pack, round_values
 from greylag.numerics.scaling import DelayedScale, scale_inv_from_amax
 from greylag.spec.precision import BLOCK, Granularity, ScaleKind
 
@@ -42,8 +42,8 @@ class Quantized:
             if self.scale_inv is None:
                 self.values = self.codes.float()
             else:
-                values = _tiled(decode(self.codes), self.tile)
-                self.values = _untiled(values.mul_(_over_tiles(self.scale_inv)), self.shape)
+                values = decode(_tiled(self.codes, self.tile), _over_tiles(self.scale_inv))
+                self.values = _untiled(values, self.shape)
         return self.values
 
     def encoded(self) -> Tensor:
@@ -52,8 +52,8 @@ class Quantized:
             assert self.values is not None
             assert self.scale_inv is not None
             assert self.fmt is not None
-            scaled = _tiled(self.values, self.tile) * _over_tiles(self.scale_inv.reciprocal())
-            self.codes = _untiled(pack(scaled, self.fmt), self.shape)
+            scale = _over_tiles(self.scale_inv.reciprocal())
+            self.codes = _untiled(pack(_tiled(self.values, self.tile), self.fmt, scale), self.shape)
         return self.codes
 
     def rows(self, start: int, count: int) -> "Quantized":
@@ -100,31 +100,41 @@ def quantize(
     kind: ScaleKind,
     delayed: DelayedScale | None = None,
     nonfinite: Tensor | None = None,
+    turn: bool = False,
 ) -> Quantized:
     """Quantize FP32 or BF16 `x` (M, K) to `fmt`, one scale per tile.
 
     `delayed` supplies the scale of a whole tensor from earlier steps. `nonfinite` counts the tiles in which Inf or
-    NaN was seen: a saturating cast would hide them.
+    NaN was seen: a saturating cast would hide them. `turn` says that `x` holds values of `fmt` times powers of two,
+    quantized in other tiles, and is not needed any more.
     """
     shape = (x_MK.shape[0], x_MK.shape[1])
     x = _tiled(x_MK.detach().float(), tile)
     magnitude = x.abs()
     amax = _tile_amax(magnitude)
-    as_values = x.device.type == "cpu" and bool((amax < ROUNDABLE).all())
+    as_values = x.device.type == "cpu" and (amax.numel() == 0 or amax.max().item() < ROUNDABLE)
     if nonfinite is not None and not as_values:
         nonfinite += (~amax.isfinite()).sum()
     scale_inv = scale_inv_from_amax(amax, fmt, kind) if delayed is None else delayed.observe(amax).reshape(1, 1)
     unit = _over_tiles(scale_inv)
-    if as_values and delayed is None and kind == "pow2":
-        values = round_values(x, fmt, unit, scratch=magnitude)
-        return Quantized(shape, tile, scale_inv, values=_untiled(values, shape), fmt=fmt)
-    scaled = x * unit.reciprocal()
     if not as_values:
-        return Quantized(shape, tile, scale_inv, codes=_untiled(encode(scaled, fmt), shape), fmt=fmt)
-    if delayed is not None:
-        scaled.clamp_(-fmt.max, fmt.max)
-    values = round_values(scaled, fmt, scratch=magnitude, out=scaled).mul_(unit)
+        codes = encode(x * unit.reciprocal(), fmt)
+        return Quantized(shape, tile, scale_inv, codes=_untiled(codes, shape), fmt=fmt)
+    if delayed is not None or kind != "pow2" or _is_tiny(scale_inv, fmt):
+        scaled = x * unit.reciprocal()
+        if delayed is not None:
+            scaled.clamp_(-fmt.max, fmt.max)
+        values = round_values(scaled, fmt, scratch=magnitude, out=scaled).mul_(unit)
+    elif turn and fmt is E4M3:
+        values = coarsen_(x, unit)
+    else:
+        values = round_values(x, fmt, unit, scratch=magnitude)
     return Quantized(shape, tile, scale_inv, values=_untiled(values, shape), fmt=fmt)
+
+
+def _is_tiny(unit: Tensor, fmt: Format) -> bool:
+    """Whether the smallest normal number of `fmt`, times `unit`, is too small for `round_values`."""
+    return unit.numel() > 0 and unit.min().item() < torch.finfo(torch.float32).tiny / 2.0**fmt.min_exponent
 
 
 def cast(x_MK: Tensor, dtype: torch.dtype) -> Quantized:
@@ -146,10 +156,11 @@ def _tile_amax(magnitude: Tensor) -> Tensor:
 def _tiled(x_MK: Tensor, tile: Tile) -> Tensor:
     """View as (row tiles, r, column tiles, c), padded with zeros to whole tiles."""
     M, K = x_MK.shape
-    r, c = tile[0] or max(M, 1), tile[1] or max(K, 1)
-    if M % r or K % c:
-        x_MK = F.pad(x_MK, (0, -K % c, 0, -M % r))
-    return x_MK.contiguous().view(-(-M // r), r, -(-K // c), c)
+    rows, r = (-(-M // tile[0]), tile[0]) if tile[0] else (1, M)
+    columns, c = (-(-K // tile[1]), tile[1]) if tile[1] else (1, K)
+    if rows * r > M or columns * c > K:
+        x_MK = F.pad(x_MK, (0, columns * c - K, 0, rows * r - M))
+    return x_MK.contiguous().view(rows, r, columns, c)
 
 
 def _untiled(x: Tensor, shape: tuple[int, int]) -> Tensor:

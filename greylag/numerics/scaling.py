@@ -25,9 +25,9 @@ def scale_inv_from_amax(amax: Tensor, fmt: Format, kind: ScaleKind, margin: int 
     power of two, and 1 where amax is 0, infinite or NaN. DeepGEMM's ceil_pow2(amax / 448) gives the same bits.
     """
     largest = torch.full((), fmt.max / 2.0**margin, dtype=torch.float32, device=amax.device)
+    amax = amax.nan_to_num(nan=0.0, posinf=0.0)
     scale = torch.div(largest, amax)  # a Python number on the left would multiply by a rounded reciprocal
-    usable = (amax > 0) & (amax < torch.inf)
-    scale = torch.where(usable, scale.clamp_max_(_LARGEST_SCALE), 1.0)
+    scale.nan_to_num_(posinf=_LARGEST_SCALE).masked_fill_(amax == 0, 1.0)
     if kind == "pow2":
         scale = torch.bitwise_and(scale.view(torch.int32), _EXPONENT).view(torch.float32)
     return scale.reciprocal_()

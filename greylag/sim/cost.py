@@ -28,7 +28,7 @@ LAUNCH = 5e-6
 PASSES = {
     "norm": (2, 3), "residual": (1.5, 0), "rope": (2, 2), "reshape": (2, 2), "swiglu": (3, 5), "gelu": (2, 3),
     "router": (4, 4), "permute": (4, 4), "quantize.tensor": (1, 1), "quantize.1x128": (1, 1), "quantize.128x1": (1, 1),
-    "quantize.128x128": (1, 1), "encode": (0.5, 0.5), "decode": (0.5, 0.5), "embedding": (2, 2), "loss": (3, 2),
+    "quantize.128x128": (1, 1), "encode": (0.5, 0.5), "decode": (0.5, 0.5), "embedding": (2, 2), "loss": (3, 2), "copy": (2, 2),
 }  # fmt: skip
 """Reads and writes per element of an operator, forward and backward, in elements of the high-precision dtype."""
 ADAMW_BYTES = 28
@@ -60,7 +60,7 @@ class Cost:
     def op(self, op: Op) -> float:
         """Seconds of a memory-bound operator."""
         if self.calibration:
-            name = op.name if op.name.startswith(("quantize", "encode", "decode", "adamw")) else f"{op.name}.{op.phase}"
+            name = op.name if op.name.startswith(("quantize", "encode", "decode", "adamw", "copy")) else f"{op.name}.{op.phase}"
             return op.count * float(at(_curve(self.calibration, name), op.elements / op.count))
         bandwidth = _known(self.cluster.device.memory_gb_per_s, self.cluster, "memory_gb_per_s") * 1e9 * MEMORY_EFFICIENCY
         if op.name == "adamw":

@@ -17,6 +17,7 @@ from greylag.spec.work import (
     Op,
     attention_flops,
     data_parallel_messages,
+    data_parallel_ops,
     distinct_layers,
     head_gemm,
     layer_gemms,
@@ -44,6 +45,8 @@ def predict(job: Job, calibration: Calibration | None = None) -> Step:
         span = makespan(one_f_one_b(pp, m), forward, backward, _transfer(job, cost))
         seconds["other"] += span - seconds["forward"] - seconds["backward"]
     seconds["optimizer"] = cost.op(Op("adamw", "optimizer", rank_parameters(job)))
+    for op in data_parallel_ops(job):
+        seconds[op.phase] += cost.op(op)
     wire = 0.0
     for phase, exposed, size in _data_parallel(job, cost, seconds):
         seconds[phase] += exposed

@@ -228,6 +228,13 @@ def data_parallel_messages(job: Job) -> Iterator[Message]:
         yield Message("gradients", "all_reduce", "replica", shard, s.replicas, 1, "reduce")
 
 
+def data_parallel_ops(job: Job) -> Iterator[Op]:
+    """Copies around those collectives: gathered parameters out of the buffer, gradients into one."""
+    for message in data_parallel_messages(job):
+        phase = "forward" if message.phase == "forward" else "backward"
+        yield Op("copy", phase, message.count * message.bytes / 4, message.count)
+
+
 def model_parallel_messages(job: Job, tokens: int) -> Iterator[Message]:
     """Collectives of one micro-batch of `tokens` tokens over tp, ep and pp.
 
