@@ -23,7 +23,9 @@ app = typer.Typer(
 )
 
 JobFile = Annotated[Path, typer.Argument(help="A job file (TOML).", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: strategy.tp=8 run.steps=100", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides: strategy.tp=8 run.steps=100", show_default=False)
+]
 
 
 @app.command()
@@ -63,7 +65,9 @@ def calibrate(
 def train(
     job_file: JobFile,
     overrides: Overrides = None,
-    folder: Annotated[Path | None, typer.Option(help="The run folder.  [default: runs/JOB]", show_default=False)] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="The run folder.  [default: runs/JOB]", show_default=False)
+    ] = None,
 ) -> None:
     """Train a job; resumes if its run folder holds a checkpoint. Runs under torchrun or srun, or starts local ranks."""
     _require_torch()
@@ -100,7 +104,9 @@ def train(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
-    out: Annotated[Path | None, typer.Option(help="Where to write.  [default: RUN/report.html]", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write.  [default: RUN/report.html]", show_default=False)
+    ] = None,
 ) -> None:
     """Write one offline HTML page about a run."""
     try:

@@ -1,9 +1,9 @@
 """FP8 on one device: formats, scales, quantization, and a Linear for anyone's model.
 
-from greylag.numerics import Linear, swap_linears
+from greylag.numerics import Linear
 from greylag.spec.load import load_preset
 
-model = swap_linears(model, load_preset("precision", "fp8-block128"))
+layer = Linear(1024, 4096, load_preset("precision", "fp8-block128"))  # in the place of a torch.nn.Linear
 """
 
 from greylag.numerics.linear import Linear, Recipe, grouped_linear

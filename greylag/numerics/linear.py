@@ -146,7 +146,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` (..., K) times the transposed weight, plus bias."""
         x_PK = x.reshape(-1, self.in_features)
-        y_PN: Tensor = _Linear.apply(x_PK, self.weight, self.recipe, [(0, x_PK.shape[0])])
+        y_PN = grouped_linear(x_PK, self.weight, self.recipe, [(0, x_PK.shape[0])])
         if self.bias is not None:
             y_PN = y_PN + self.bias.to(y_PN.dtype)
         return y_PN.view(*x.shape[:-1], self.out_features)
@@ -158,5 +158,5 @@ class Linear(nn.Module):
 
 def grouped_linear(x_PK: Tensor, w_ENK: Tensor, recipe: Recipe, segments: Segments) -> Tensor:
     """Rows of `x` in segments, each times the transpose of its own weight: (P, N), zero between segments."""
-    y: Tensor = _Linear.apply(x_PK, w_ENK, recipe, segments)
+    y: Tensor = _Linear.apply(x_PK, w_ENK, recipe, segments)  # type: ignore[no-untyped-call]
     return y

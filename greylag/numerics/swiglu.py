@@ -32,5 +32,5 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(x: Tensor) -> Tensor:
     """`x` (..., 2F), gate and up side by side, to silu(gate) * up (..., F) (GLU variants, arXiv 2002.05202)."""
-    y: Tensor = _SwiGLU.apply(x)
+    y: Tensor = _SwiGLU.apply(x)  # type: ignore[no-untyped-call]
     return y

@@ -1,8 +1,8 @@
 """Cutting and gathering over process groups: sharding inside a replica, averaging across replicas.
 
-    world = start(Grid.of(job.strategy), rank, store, torch.device("cpu"))
-    shard(model, model.layers, job.strategy.zero, torch.float32, world)
-    commit = ReplicaCommit(world)
+world = start(Grid.of(job.strategy), rank, store, torch.device("cpu"))
+shard(model, model.layers, job.strategy.zero, torch.float32, world)
+commit = ReplicaCommit(world)
 """
 
 from greylag.parallel.data import ReplicaCommit, local, set_micro_batch, shard

@@ -16,7 +16,9 @@ _SHOWN_RANKS = 16
 def print_job(job: Job, pools: dict[str, float] | None, console: Console | None = None) -> None:
     """Print what a job is. `pools` are the bytes of a rank by pool, None where the job has problems."""
     console = console or Console()
-    console.print(f"[bold]{escape(job.name)}[/]  {escape(job.model.name)} in {escape(job.precision.name)} on {escape(job.cluster.name)}")
+    console.print(
+        f"[bold]{escape(job.name)}[/]  {escape(job.model.name)} in {escape(job.precision.name)} on {escape(job.cluster.name)}"
+    )
     for problem in job.problems():
         console.print(f"[red]error[/] {escape(str(problem))}", soft_wrap=True)
     if pools is None:

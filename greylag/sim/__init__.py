@@ -1,10 +1,10 @@
 """The simulator: a job becomes a predicted Step. Works without torch.
 
-    from greylag.spec import load_job
-    from greylag.sim import predict
+from greylag.spec import load_job
+from greylag.sim import predict
 
-    step = predict(load_job("jobs/first_flight.toml", ["cluster=h100-2x1"]))
-    print(step.total_seconds, step.utilization, step.bytes)
+step = predict(load_job("jobs/first_flight.toml", ["cluster=h100-2x1"]))
+print(step.total_seconds, step.utilization, step.bytes)
 """
 
 from greylag.sim.memory import predict_memory

@@ -60,9 +60,15 @@ class Cost:
     def op(self, op: Op) -> float:
         """Seconds of a memory-bound operator."""
         if self.calibration:
-            name = op.name if op.name.startswith(("quantize", "encode", "decode", "adamw", "copy")) else f"{op.name}.{op.phase}"
+            name = (
+                op.name
+                if op.name.startswith(("quantize", "encode", "decode", "adamw", "copy"))
+                else f"{op.name}.{op.phase}"
+            )
             return op.count * float(at(_curve(self.calibration, name), op.elements / op.count))
-        bandwidth = _known(self.cluster.device.memory_gb_per_s, self.cluster, "memory_gb_per_s") * 1e9 * MEMORY_EFFICIENCY
+        bandwidth = (
+            _known(self.cluster.device.memory_gb_per_s, self.cluster, "memory_gb_per_s") * 1e9 * MEMORY_EFFICIENCY
+        )
         if op.name == "adamw":
             return op.elements * ADAMW_BYTES / bandwidth + LAUNCH
         passes = PASSES[op.name][op.phase == "backward"]
@@ -82,7 +88,9 @@ class Cost:
         reach = tier(peers, self.cluster.devices_per_node)
         link = self.cluster.node if reach == "node" else self.cluster.network
         if link is None:
-            raise SpecError(f"cluster '{self.cluster.name}': the {reach} link is not public; write cluster.{reach} in the job file")
+            raise SpecError(
+                f"cluster '{self.cluster.name}': the {reach} link is not public; write cluster.{reach} in the job file"
+            )
         return link
 
 
@@ -127,11 +135,15 @@ def _curve(calibration: Calibration, name: str) -> Curve:
 
 def _collective(calibration: Calibration, name: str) -> Curve:
     if name not in calibration.collectives:
-        raise SpecError(f"the calibration of this machine has no '{name}' (one rank has no peers): run `greylag calibrate --ranks 2`")
+        raise SpecError(
+            f"the calibration of this machine has no '{name}' (one rank has no peers): run `greylag calibrate --ranks 2`"
+        )
     return calibration.collectives[name]
 
 
 def _known(value: float | None, cluster: Cluster, key: str) -> float:
     if value is None:
-        raise SpecError(f"cluster '{cluster.name}': {cluster.device.name} has no public {key}; write it in the job's [cluster.device]")
+        raise SpecError(
+            f"cluster '{cluster.name}': {cluster.device.name} has no public {key}; write it in the job's [cluster.device]"
+        )
     return value

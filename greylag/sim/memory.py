@@ -34,23 +34,25 @@ def _activations(job: Job) -> float:
     """Kept for backward by all micro-batches in flight, at the end of a forward."""
     s, model = job.strategy, job.model
     tokens = s.micro_batch * job.sequence // s.cp
-    layers = sum(count * kept_bytes(model, job.precision, layer, tokens, s.tp, s.ep) for layer, count in distinct_layers(model))
+    layers = sum(
+        count * kept_bytes(model, job.precision, layer, tokens, s.tp, s.ep) for layer, count in distinct_layers(model)
+    )
     in_flight = min(s.pp, job.num_micro_batches)
     return layers / s.pp * in_flight + (kept_by_head(model, job.precision, tokens, s.tp) if s.pp == 1 else 0.0)
 
 
 def _gathered(job: Job, width: int) -> float:
     """Parameters gathered whole, and their gradients before they are scattered."""
-    s, n = job.strategy, job.strategy.shards
-    if n == 1 or s.zero == 0:
+    s = job.strategy
+    sizes = [sum(size for n, size in unit_bytes(unit, s).items() if n > 1) for unit in units(job.model)]
+    if s.zero == 0:
         return 0.0
-    sizes = [unit_bytes(unit, n, width) / (s.tp * s.pp) for unit in units(job.model)]
-    largest, outer = max(sizes[:-1]), sizes[-1]
-    gradients = unit_bytes(max(units(job.model)[:-1], key=lambda u: unit_bytes(u, n)), n) / (s.tp * s.pp)
+    # An average stage holds 1/pp of each unit in `unit_bytes`; what is gathered at once is one whole layer.
+    largest, outer = max(sizes[:-1]) * s.pp, sizes[-1]
+    share = width / 4
     if s.zero == 3:
-        return outer + 2 * largest + 2 * gradients
-    whole = sum(sizes)
-    return whole + (whole * 4 / width if s.zero == 1 else 2 * gradients)
+        return share * (outer + 2 * largest) + 2 * largest
+    return share * sum(sizes) + (sum(sizes) if s.zero == 1 else 2 * largest)
 
 
 def _workspace(job: Job) -> float:

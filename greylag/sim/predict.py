@@ -111,7 +111,9 @@ def _layer(job: Job, cost: Cost, layer: int, tokens: int) -> tuple[float, float]
 def _transfer(job: Job, cost: Cost) -> float:
     """Seconds to hand a micro-batch's activations to the next stage."""
     grid = Grid.of(job.strategy)
-    message = next(m for m in model_parallel_messages(job, job.strategy.micro_batch * job.sequence) if m.collective == "p2p")
+    message = next(
+        m for m in model_parallel_messages(job, job.strategy.micro_batch * job.sequence) if m.collective == "p2p"
+    )
     return cost.message(message, grid.peers(0, "pp"))
 
 

@@ -12,6 +12,7 @@ from greylag.spec.job import Job
 from greylag.spec.model import Model
 from greylag.spec.parts import Part, Role, layer_parts, parts
 from greylag.spec.precision import BLOCK, BYTES, Precision
+from greylag.spec.strategy import Strategy
 
 
 class Gemm(NamedTuple):
@@ -179,7 +180,9 @@ def linear_ops(precision: Precision, gemm: Gemm, rows: int) -> Iterator[Op]:
         return
     x, w, g = rows * gemm.k, gemm.n * gemm.k * gemm.count, rows * gemm.n
     tensor = precision.input.granularity == "tensor"
-    along, down, square = ("quantize.tensor",) * 3 if tensor else ("quantize.1x128", "quantize.128x1", "quantize.128x128")
+    along, down, square = (
+        ("quantize.tensor",) * 3 if tensor else ("quantize.1x128", "quantize.128x1", "quantize.128x128")
+    )
     yield Op(along, "forward", x)
     yield Op(square, "forward", w)
     yield Op("encode", "forward", x)
@@ -201,31 +204,50 @@ def units(model: Model) -> list[list[Part]]:
     return [*groups, [p for p in every if p.layer is None]]
 
 
-def unit_bytes(unit: list[Part], shards: int, width: int = 4) -> int:
-    """Bytes of a unit as it is gathered: dim 0 of every weight is padded to a multiple of the shards."""
-    return sum(width * -(-p.shape[0] // shards) * shards * (p.size // p.shape[0]) for p in unit)
+def held(part: Part, strategy: Strategy) -> float:
+    """Elements of a weight that a rank works with: its tensor-parallel slice, its experts; of an average stage."""
+    cut = strategy.tp if part.tp is not None else 1
+    return part.size / cut / (strategy.ep if part.role == "expert" else 1) / strategy.pp
+
+
+def shards_of(part: Part, strategy: Strategy) -> int:
+    """Over how many ranks the state of a weight is sharded: those that hold the same elements, inside a replica."""
+    s = strategy
+    return max(1, s.shards * s.cp * s.tp // s.ep) if part.role == "expert" and s.ep > 1 else s.shards * s.cp
+
+
+def unit_bytes(unit: list[Part], strategy: Strategy, width: int = 4) -> dict[int, float]:
+    """Bytes of a unit as it is gathered, by number of ranks: dim 0 of every weight is padded to a multiple of them."""
+    total: dict[int, float] = {}
+    for part in unit:
+        n = shards_of(part, strategy)
+        padded = -(-part.shape[0] // n) * n / part.shape[0] if part.shape[0] >= n else 1.0
+        total[n] = total.get(n, 0.0) + width * held(part, strategy) * padded
+    return total
 
 
 def data_parallel_messages(job: Job) -> Iterator[Message]:
     """Collectives over parameters and gradients in one step (`parallel.data` states the rule of each ZeRO level)."""
-    s, n, m = job.strategy, job.strategy.shards, job.num_micro_batches
-    groups = units(job.model)
+    s, groups = job.strategy, units(job.model)
     width = BYTES[job.precision.high] if job.cluster.device.kind != "cpu" else 4
-    if n > 1:
-        for number, unit in enumerate(groups):
-            gathered, reduced = unit_bytes(unit, n, width), unit_bytes(unit, n)
-            if s.zero == 0:
-                yield Message("gradients", "all_reduce", "dp", sum(4 * p.size for p in unit), n, 1, "backward")
-                continue
-            is_root = number == len(groups) - 1
-            scatters = m if s.zero >= 2 else 1
-            yield Message("parameters", "all_gather", "dp", gathered, n, m if s.zero == 3 else 1, "forward")
-            if s.zero == 3 and not is_root:
-                yield Message("parameters", "all_gather", "dp", gathered, n, m, "backward")
-            yield Message("gradients", "reduce_scatter", "dp", reduced, n, scatters, "backward")
+    for number, unit in enumerate(groups):
+        for n, size in unit_bytes(unit, s).items():
+            if n > 1:
+                yield from _shard_messages(job, n, size, size * width / 4, number == len(groups) - 1)
     if s.replicas > 1:
-        shard = sum(unit_bytes(unit, n) // n for unit in groups)
+        shard = sum(size / n for unit in groups for n, size in unit_bytes(unit, s).items())
         yield Message("gradients", "all_reduce", "replica", shard, s.replicas, 1, "reduce")
+
+
+def _shard_messages(job: Job, n: int, reduced: float, gathered: float, is_root: bool) -> Iterator[Message]:
+    zero, m = job.strategy.zero, job.num_micro_batches
+    if zero == 0:
+        yield Message("gradients", "all_reduce", "dp", reduced, n, 1, "backward")
+        return
+    yield Message("parameters", "all_gather", "dp", gathered, n, m if zero == 3 else 1, "forward")
+    if zero == 3 and not is_root:
+        yield Message("parameters", "all_gather", "dp", gathered, n, m, "backward")
+    yield Message("gradients", "reduce_scatter", "dp", reduced, n, m if zero >= 2 else 1, "backward")
 
 
 def data_parallel_ops(job: Job) -> Iterator[Op]:
@@ -239,7 +261,8 @@ def model_parallel_messages(job: Job, tokens: int) -> Iterator[Message]:
     """Collectives of one micro-batch of `tokens` tokens over tp, ep and pp.
 
     Tensor parallelism with sequence parallelism (arXiv 2205.05198) gathers and scatters activations once around
-    attention and once around the feed-forward layer, in each direction; experts receive and return their tokens.
+    attention and once around the feed-forward layer, in each direction; experts receive and return their tokens, each
+    token once per group (node) that it may reach.
     """
     s, model, width = job.strategy, job.model, BYTES[job.precision.high]
     activation = float(tokens * model.hidden_size * width)
@@ -249,7 +272,8 @@ def model_parallel_messages(job: Job, tokens: int) -> Iterator[Message]:
             yield Message("activations", "reduce_scatter", "tp", activation, s.tp, 2 * model.num_layers, phase)
     if s.ep > 1 and model.moe:
         for phase in ("forward", "backward"):
-            size = activation * model.moe.top_k / s.tp
+            reach = min(model.moe.top_k, model.moe.top_k_groups) if model.moe.num_groups > 1 else model.moe.top_k
+            size = activation * reach / s.tp
             yield Message("tokens", "all_to_all", "ep", size, s.ep, 2 * model.num_moe_layers, phase)
     if s.pp > 1:
         yield Message("activations", "p2p", "pp", activation / s.tp, 2, 0, "other")
@@ -259,17 +283,9 @@ def model_parallel_messages(job: Job, tokens: int) -> Iterator[Message]:
 
 
 def rank_parameters(job: Job, sharded: bool = True) -> float:
-    """Parameters of an average stage that one rank holds; `sharded` also over its dp group."""
-    s, total = job.strategy, 0.0
-    for part in parts(job.model):
-        if part.is_buffer:
-            continue
-        whole = part.size / (s.tp if part.tp is not None else 1) / s.pp
-        shards = s.shards * s.cp
-        if part.role == "expert":
-            whole, shards = whole / s.ep, max(1, s.shards * s.cp * s.tp // s.ep)
-        total += whole / shards if sharded else whole
-    return total
+    """Parameters of an average stage that one rank holds; `sharded` also over the ranks that hold the same."""
+    every = [p for p in parts(job.model) if not p.is_buffer]
+    return sum(held(p, job.strategy) / (shards_of(p, job.strategy) if sharded else 1) for p in every)
 
 
 def kept_bytes(model: Model, precision: Precision, layer: int, tokens: int, tp: int = 1, ep: int = 1) -> float:

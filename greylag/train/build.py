@@ -29,11 +29,15 @@ def refuse(job: Job) -> None:
     s = job.strategy
     for axis in ("pp", "cp", "tp", "ep"):
         if getattr(s, axis) > 1:
-            faults.append(f"strategy.{axis}: {getattr(s, axis)}: training cuts along dp only so far; set {axis} = 1 (simulate takes it)")
+            faults.append(
+                f"strategy.{axis}: {getattr(s, axis)}: training cuts along dp only so far; set {axis} = 1 (simulate takes it)"
+            )
     if job.model.vocab_size < 256:
         faults.append(f"model.vocab_size: {job.model.vocab_size}: byte tokens need 256")
     if job.cluster.device.kind == "cuda" and not torch.cuda.is_available():
-        faults.append(f"cluster: '{job.cluster.name}' is made of CUDA devices, and torch finds none here; use local-NxM")
+        faults.append(
+            f"cluster: '{job.cluster.name}' is made of CUDA devices, and torch finds none here; use local-NxM"
+        )
     if job.cluster.device.kind == "musa" and not hasattr(torch, "musa"):
         faults.append(f"cluster: '{job.cluster.name}' is made of MUSA devices, and torch_musa is not installed")
     if faults:
@@ -49,5 +53,3 @@ def build(job: Job, world: World) -> Flight:
     if world.grid.dp > 1:
         shard(model, list(model.layers), job.strategy.zero, model.high, world)
     return Flight(job, world, model, adamw(model, job.run), corpus)
-
-

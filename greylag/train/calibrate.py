@@ -125,7 +125,9 @@ def _gemm(m: int, n: int, k: int) -> float:
     return (_seconds(lambda: x @ w.t()) + _seconds(lambda: g @ w) + _seconds(lambda: g.t() @ x)) / 3
 
 
-def _curves(name: str, sizes: tuple[int, ...], make: Callable[[int], tuple[Callable[[], Tensor], bool]]) -> dict[str, Curve]:
+def _curves(
+    name: str, sizes: tuple[int, ...], make: Callable[[int], tuple[Callable[[], Tensor], bool]]
+) -> dict[str, Curve]:
     """Seconds by size of an operator; forward and backward apart where it has both."""
     forward, backward = [], []
     for size in sizes:
@@ -136,7 +138,10 @@ def _curves(name: str, sizes: tuple[int, ...], make: Callable[[int], tuple[Calla
     points = [float(size) for size in sizes]
     if not backward:
         return {name: Curve(size=points, seconds=forward)}
-    return {f"{name}.forward": Curve(size=points, seconds=forward), f"{name}.backward": Curve(size=points, seconds=backward)}
+    return {
+        f"{name}.forward": Curve(size=points, seconds=forward),
+        f"{name}.backward": Curve(size=points, seconds=backward),
+    }
 
 
 def _backward(run: Callable[[], Tensor]) -> float:
@@ -164,7 +169,11 @@ def _operators() -> Iterator[tuple[str, tuple[int, ...], Callable[[int], tuple[C
     yield "attention", (1 << 24, 1 << 27, 1 << 30), _attention
     for name, tile in (("1x128", (1, 128)), ("128x1", (128, 1)), ("128x128", (128, 128)), ("tensor", (0, 0))):
         kind = "fp32" if name == "tensor" else "pow2"
-        yield f"quantize.{name}", ELEMENTS, lambda n, t=tile, s=kind: (lambda x=_plain(n): quantize(x, E4M3, t, s).dequantize(), False)
+        yield (
+            f"quantize.{name}",
+            ELEMENTS,
+            lambda n, t=tile, s=kind: (lambda x=_plain(n): quantize(x, E4M3, t, s).dequantize(), False),
+        )
     yield "encode", ELEMENTS, _encode_codes
     yield "decode", ELEMENTS, lambda n: (lambda x=_plain(n).to(E4M3.dtype): decode(x), False)
     yield "adamw", ELEMENTS, _adamw
@@ -206,7 +215,15 @@ def _reshape(n: int) -> tuple[Callable[[], Tensor], bool]:
 
 
 def _router(n: int) -> tuple[Callable[[], Tensor], bool]:
-    moe = MoE(num_experts=8, top_k=2, ffn_hidden_size=1, scoring="sigmoid", num_groups=4, top_k_groups=2, bias_update_rate=1e-3)
+    moe = MoE(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=1,
+        scoring="sigmoid",
+        num_groups=4,
+        top_k_groups=2,
+        bias_update_rate=1e-3,
+    )
     router = Router(8, moe)
     torch.nn.init.normal_(router.weight)
     x = torch.randn(n // 8, 8, requires_grad=True)

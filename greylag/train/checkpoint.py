@@ -94,7 +94,9 @@ class Checkpointer:
         if not found:
             return None
         newest = found[-1]
-        advice = f"remove {newest} to resume from the one before" if len(found) > 1 else f"remove {newest} to start over"
+        advice = (
+            f"remove {newest} to resume from the one before" if len(found) > 1 else f"remove {newest} to start over"
+        )
         try:
             self._agree(verify(newest, dist.get_rank(), self.world.grid.replica_world))
         except OSError as error:

@@ -35,7 +35,9 @@ class Corpus:
         self.sequence, self.seed = sequence, seed
         self.num_windows = (len(self.tokens) - 1) // sequence
         if self.num_windows < 1:
-            raise SpecError(f"run.data: {len(self.tokens)} bytes are fewer than one sequence of {sequence} + 1; give more text")
+            raise SpecError(
+                f"run.data: {len(self.tokens)} bytes are fewer than one sequence of {sequence} + 1; give more text"
+            )
         self.fingerprint = hashlib.sha256(text).hexdigest()
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0))
 

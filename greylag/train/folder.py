@@ -40,7 +40,9 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SpecError(f"{self.path}: another run is writing to this folder; stop it or choose another --folder") from None
+            raise SpecError(
+                f"{self.path}: another run is writing to this folder; stop it or choose another --folder"
+            ) from None
         self._check_owner(job)
         write_whole(self.path / "job.json", msgspec.json.format(msgspec.json.encode(job)))
 
@@ -76,7 +78,9 @@ class RunFolder:
                 file.flush()
             except OSError as error:
                 os.truncate(self.path / name, size)
-                raise SpecError(f"{self.path / name}: cannot be written: {error.strerror}; free some space and run again") from None
+                raise SpecError(
+                    f"{self.path / name}: cannot be written: {error.strerror}; free some space and run again"
+                ) from None
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -98,7 +102,9 @@ def _identity(job: Job) -> Job:
     defaults = {name: getattr(type(job.run)(), name) for name in _MAY_CHANGE}
     memory = msgspec.structs.replace(job.cluster.device, memory_gib=1.0)
     return msgspec.structs.replace(
-        job, run=msgspec.structs.replace(job.run, **defaults), cluster=msgspec.structs.replace(job.cluster, device=memory)
+        job,
+        run=msgspec.structs.replace(job.run, **defaults),
+        cluster=msgspec.structs.replace(job.cluster, device=memory),
     )
 
 

@@ -115,7 +115,9 @@ def _store(job: Job, folder: RunFolder, place: Place) -> dist.Store:
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
-        raise SpecError('MASTER_ADDR and MASTER_PORT are not set; start with torchrun, or set run.store = "file"') from None
+        raise SpecError(
+            'MASTER_ADDR and MASTER_PORT are not set; start with torchrun, or set run.store = "file"'
+        ) from None
     hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and place.rank == 0
     return dist.TCPStore(host, port, is_master=hosts, timeout=TIMEOUT)
 
@@ -149,7 +151,9 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     }  # fmt: skip
     command = [sys.executable, "-m", "greylag", *arguments]
     ranks = [
-        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}, start_new_session=True)
+        subprocess.Popen(
+            command, env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}, start_new_session=True
+        )
         for r in range(num_ranks)
     ]
 

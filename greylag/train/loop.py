@@ -104,7 +104,9 @@ def _resume(flight: Flight, saver: Checkpointer) -> int:
     if facts is None:
         return 0
     if facts["data"] != flight.corpus.fingerprint:
-        raise SpecError("run.data: the text differs from what this run was trained on; restore it or choose another --folder")
+        raise SpecError(
+            "run.data: the text differs from what this run was trained on; restore it or choose another --folder"
+        )
     return int(facts["step"])
 
 
@@ -213,5 +215,3 @@ def _report_nonfinite(seen: list[str], number: int, rank: int, folder: RunFolder
         step=number,
     )
     folder.append(finding)
-
-

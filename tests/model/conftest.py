@@ -1,4 +1,4 @@
-"""One thread: the matrices are small, and threads that wait for each other on a busy machine cost more than they give."""
+"""One thread: the matrices are small, and on a busy machine threads cost more than they give."""
 
 import torch
 
