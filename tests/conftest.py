@@ -19,7 +19,11 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "greylag.train.la
 
 def _child(pipe: Any, function: Callable, rank: int, world: int, port: int, arguments: tuple) -> None:
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False"
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="False",
     )
     try:
         import torch

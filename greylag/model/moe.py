@@ -63,7 +63,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self) -> None:
-        """Once per step, after `load` was summed over ranks: raise the bias of starved experts, lower that of crowded."""
+        """Once per step, `load` summed over ranks: raise the bias of starved experts, lower that of crowded ones."""
         if self.moe.bias_update_rate:
             self.bias += self.moe.bias_update_rate * torch.sign(self.load.mean() - self.load)
         self.load.zero_()

@@ -7,6 +7,7 @@ DTensors and meshes of the others stay as they are. Ranks meet through a store t
 
 import datetime
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,11 +68,13 @@ def start(grid: Grid, rank: int, store: dist.Store, device: torch.device) -> Wor
     return World(grid, rank, device, across, saver)
 
 
-def _bare_group(backend: str, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+def _bare_group(backend: str, store: dist.Store, rank: int, size: int) -> Any:
     """A process group that no mesh and no registry knows."""
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
-    return dist.ProcessGroupNCCL(store, rank, size, TIMEOUT)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = TIMEOUT
+    return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def stop(world: World) -> None:

@@ -17,7 +17,7 @@ def print_job(job: Job, pools: dict[str, float] | None, console: Console | None 
     """Print what a job is. `pools` are the bytes of a rank by pool, None where the job has problems."""
     console = console or Console()
     console.print(
-        f"[bold]{escape(job.name)}[/]  {escape(job.model.name)} in {escape(job.precision.name)} on {escape(job.cluster.name)}"
+        f"[bold]{escape(job.name)}[/]  " + escape(f"{job.model.name} in {job.precision.name} on {job.cluster.name}")
     )
     for problem in job.problems():
         console.print(f"[red]error[/] {escape(str(problem))}", soft_wrap=True)

@@ -27,10 +27,13 @@ LAUNCH = 5e-6
 
 PASSES = {
     "norm": (2, 3), "residual": (1.5, 0), "rope": (2, 2), "reshape": (2, 2), "swiglu": (3, 5), "gelu": (2, 3),
-    "router": (4, 4), "permute": (4, 4), "quantize.tensor": (1, 1), "quantize.1x128": (1, 1), "quantize.128x1": (1, 1),
-    "quantize.128x128": (1, 1), "encode": (0.5, 0.5), "decode": (0.5, 0.5), "embedding": (2, 2), "loss": (3, 2), "copy": (2, 2),
+    "router": (4, 4), "permute": (4, 4), "embedding": (2, 2), "loss": (3, 2), "copy": (2, 2),
+    "quantize.tensor": (1, 1), "quantize.1x128": (1, 1), "quantize.128x1": (1, 1), "quantize.128x128": (1, 1),
+    "encode": (0.5, 0.5), "decode": (0.5, 0.5), "retile": (1, 1),
 }  # fmt: skip
 """Reads and writes per element of an operator, forward and backward, in elements of the high-precision dtype."""
+ONE_WAY = ("quantize", "encode", "decode", "retile", "adamw", "copy")
+"""Operators that cost the same in either direction, so that a calibration has one curve for both."""
 ADAMW_BYTES = 28
 """Per parameter: gradient and weight in FP32, two moments read and written, weight written."""
 
@@ -44,7 +47,7 @@ class Cost:
     calibration: Calibration | None = None
 
     def gemm(self, gemm: Gemm, dtype: str) -> float:
-        """Seconds of one forward GEMM (all `count` of it) with operands of `dtype`: fp8, bf16 or fp32."""
+        """Seconds of one forward GEMM (as often as it occurs) with operands of `dtype`: fp8, bf16 or fp32."""
         if self.calibration:
             return gemm.flops / _gemm_rate(self.calibration, gemm.m, gemm.n, gemm.k)
         return gemm.flops / (_known(self.cluster.device.peak(dtype), self.cluster, dtype) * GEMM_EFFICIENCY) + LAUNCH
@@ -53,31 +56,27 @@ class Cost:
         """Seconds of the attention core of one layer, from its causal forward FLOPs."""
         if self.calibration:
             curve = _curve(self.calibration, f"attention.{'backward' if backward else 'forward'}")
-            return float(at(curve, flops))
+            return at(curve, flops)
         peak = _known(self.cluster.device.peak("bf16"), self.cluster, "bf16")
         return (2.5 if backward else 1.0) * flops / (peak * GEMM_EFFICIENCY) + LAUNCH
 
     def op(self, op: Op) -> float:
         """Seconds of a memory-bound operator."""
         if self.calibration:
-            name = (
-                op.name
-                if op.name.startswith(("quantize", "encode", "decode", "adamw", "copy"))
-                else f"{op.name}.{op.phase}"
-            )
-            return op.count * float(at(_curve(self.calibration, name), op.elements / op.count))
+            name = op.name if op.name.startswith(ONE_WAY) else f"{op.name}.{op.phase}"
+            return op.calls * at(_curve(self.calibration, name), op.elements / op.calls)
         bandwidth = (
             _known(self.cluster.device.memory_gb_per_s, self.cluster, "memory_gb_per_s") * 1e9 * MEMORY_EFFICIENCY
         )
         if op.name == "adamw":
             return op.elements * ADAMW_BYTES / bandwidth + LAUNCH
         passes = PASSES[op.name][op.phase == "backward"]
-        return op.elements * passes * BYTES[self.high] / bandwidth + LAUNCH * op.count
+        return op.elements * passes * BYTES[self.high] / bandwidth + LAUNCH * op.calls
 
     def message(self, message: Message, peers: list[int]) -> float:
         """Seconds of one collective among `peers` (ranks of the job)."""
         if self.calibration:
-            return float(at(_collective(self.calibration, message.collective), message.bytes))
+            return at(_collective(self.calibration, message.collective), message.bytes)
         link = self._link(peers)
         n = message.ranks
         steps = {"all_reduce": 2 * (n - 1), "p2p": 1}.get(message.collective, n - 1)
@@ -136,7 +135,7 @@ def _curve(calibration: Calibration, name: str) -> Curve:
 def _collective(calibration: Calibration, name: str) -> Curve:
     if name not in calibration.collectives:
         raise SpecError(
-            f"the calibration of this machine has no '{name}' (one rank has no peers): run `greylag calibrate --ranks 2`"
+            f"this machine's calibration has no '{name}' (one rank has no peers): run `greylag calibrate --ranks 2`"
         )
     return calibration.collectives[name]
 
@@ -144,6 +143,6 @@ def _collective(calibration: Calibration, name: str) -> Curve:
 def _known(value: float | None, cluster: Cluster, key: str) -> float:
     if value is None:
         raise SpecError(
-            f"cluster '{cluster.name}': {cluster.device.name} has no public {key}; write it in the job's [cluster.device]"
+            f"cluster '{cluster.name}': no public {key} of {cluster.device.name}; write it in the job's [cluster.device]"
         )
     return value

@@ -63,7 +63,7 @@ def predict(job: Job, calibration: Calibration | None = None) -> Step:
 
 
 def peak_flops(job: Job, calibration: Calibration | None = None) -> float:
-    """FLOP/s of all ranks together at best: the data sheet's for the linear layers' dtype, or the best measured GEMM."""
+    """FLOP/s of all ranks at best: the data sheet's for the linear layers' dtype, or the best measured GEMM."""
     if job.cluster.is_local:
         return calibration.peak * job.strategy.world if calibration else 0.0
     return (job.cluster.device.peak(job.precision.gemm_dtype) or 0.0) * job.strategy.world
@@ -86,7 +86,7 @@ def _micro_batch(job: Job, cost: Cost) -> tuple[float, float]:
             backward += cost.op(op)
     grid = Grid.of(s)
     for message in model_parallel_messages(job, tokens):
-        each = message.count * cost.message(message, grid.peers(0, message.axis))
+        each = message.times * cost.message(message, grid.peers(0, message.axis))
         if message.phase == "forward":
             forward += each
         else:
@@ -123,7 +123,7 @@ def _data_parallel(job: Job, cost: Cost, seconds: dict[str, float]) -> list[tupl
     hides = job.cluster.device.kind != "cpu"
     total: dict[str, list[float]] = {}
     for message in data_parallel_messages(job):
-        each = message.count * cost.message(message, grid.peers(0, message.axis))
+        each = message.times * cost.message(message, grid.peers(0, message.axis))
         entry = total.setdefault(message.phase, [0.0, 0.0])
         entry[0] += each
         entry[1] += message.sent(gloo=not hides)

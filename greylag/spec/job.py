@@ -168,7 +168,8 @@ def _grid(job: Job) -> Iterator[Finding]:
     if s.world != cluster.num_devices:
         yield _error(
             "strategy",
-            f"dp {s.dp} x pp {s.pp} x cp {s.cp} x tp {s.tp} = {s.world} ranks, but cluster '{cluster.name}' has {cluster.num_devices}",
+            f"dp {s.dp} x pp {s.pp} x cp {s.cp} x tp {s.tp} = {s.world} ranks, "
+            f"but cluster '{cluster.name}' has {cluster.num_devices}",
             "change the degrees or the cluster's size",
         )
     if (s.dp or 1) % s.replicas:

@@ -54,7 +54,8 @@ def job_from(table: dict[str, Any], name: str, where: str = "job") -> Job:
         table[section] = _section(table[section], section, kind, folder, where)
     _check_keys(table, Job, where, "")
     _fill_degrees(table)
-    return _convert(table, Job, where)
+    job: Job = _convert(table, Job, where)
+    return job
 
 
 def load_preset(section: str, name: str) -> Any:

@@ -14,21 +14,24 @@ from greylag.spec.parts import Part, Role, layer_parts, parts
 from greylag.spec.precision import BLOCK, BYTES, Precision
 from greylag.spec.strategy import Strategy
 
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
 
 class Gemm(NamedTuple):
-    """A forward matrix multiply (m, k) x (k, n), `count` of them. Backward holds two more of the same FLOPs."""
+    """A forward matrix multiply (m, k) x (k, n), `times` over. Backward holds two more of the same FLOPs."""
 
     name: str
     role: Role
     m: int
     n: int
     k: int
-    count: int = 1
+    times: int = 1
 
     @property
     def flops(self) -> int:
         """FLOPs of the forward multiply."""
-        return 2 * self.m * self.n * self.k * self.count
+        return 2 * self.m * self.n * self.k * self.times
 
 
 class Op(NamedTuple):
@@ -37,12 +40,12 @@ class Op(NamedTuple):
     name: str
     phase: Literal["forward", "backward", "optimizer"]
     elements: float
-    count: int = 1
+    calls: int = 1
     """Number of calls that share the elements."""
 
 
 class Message(NamedTuple):
-    """A collective that a rank takes part in, `count` times per step."""
+    """A collective that a rank takes part in, `times` per step."""
 
     name: str
     collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"]
@@ -50,18 +53,18 @@ class Message(NamedTuple):
     bytes: float
     """Of the whole tensor: gathered, or before scattering."""
     ranks: int
-    count: int = 1
+    times: int = 1
     phase: Literal["forward", "backward", "reduce", "optimizer", "other"] = "other"
 
     def sent(self, gloo: bool) -> float:
-        """Bytes that a rank sends for all `count` of them, by the ring algorithm.
+        """Bytes that a rank sends in all of them, by the ring algorithm.
 
         Gloo scatters by reducing everywhere (measured on its sockets: torch 2.13), so its reduce-scatter sends twice.
         """
         n = self.ranks
         twice = self.collective == "all_reduce" or (self.collective == "reduce_scatter" and gloo)
         share = 1.0 if self.collective == "p2p" else (n - 1) / n
-        return self.count * self.bytes * share * (2 if twice else 1)
+        return self.times * self.bytes * share * (2 if twice else 1)
 
 
 # --- FLOPs ----------------------------------------------------------------------------------------------------
@@ -163,9 +166,9 @@ def _inner_norms(model: Model) -> tuple[int, ...]:
     return (model.num_heads * model.qk_head_dim, model.kv_heads * model.qk_head_dim) if model.qk_norm else ()
 
 
-def _both(name: str, elements: float, count: int = 1) -> Iterator[Op]:
-    yield Op(name, "forward", elements, count)
-    yield Op(name, "backward", elements, count)
+def _both(name: str, elements: float, calls: int = 1) -> Iterator[Op]:
+    yield Op(name, "forward", elements, calls)
+    yield Op(name, "backward", elements, calls)
 
 
 def padded_rows(model: Model, tokens: int, ep: int = 1) -> int:
@@ -178,7 +181,7 @@ def linear_ops(precision: Precision, gemm: Gemm, rows: int) -> Iterator[Op]:
     """What quantization adds to one linear layer (`numerics.linear`)."""
     if gemm.role == "router" or not precision.is_fp8:
         return
-    x, w, g = rows * gemm.k, gemm.n * gemm.k * gemm.count, rows * gemm.n
+    x, w, g = rows * gemm.k, gemm.n * gemm.k * gemm.times, rows * gemm.n
     tensor = precision.input.granularity == "tensor"
     along, down, square = (
         ("quantize.tensor",) * 3 if tensor else ("quantize.1x128", "quantize.128x1", "quantize.128x128")
@@ -191,7 +194,7 @@ def linear_ops(precision: Precision, gemm: Gemm, rows: int) -> Iterator[Op]:
     yield Op("decode", "backward", x)
     if not tensor:
         yield Op(down, "backward", g)
-        yield Op(down, "backward", x)
+        yield Op("retile", "backward", x)
 
 
 # --- messages -----------------------------------------------------------------------------------------------------
@@ -253,8 +256,8 @@ def _shard_messages(job: Job, n: int, reduced: float, gathered: float, is_root: 
 def data_parallel_ops(job: Job) -> Iterator[Op]:
     """Copies around those collectives: gathered parameters out of the buffer, gradients into one."""
     for message in data_parallel_messages(job):
-        phase = "forward" if message.phase == "forward" else "backward"
-        yield Op("copy", phase, message.count * message.bytes / 4, message.count)
+        phase: Direction = "forward" if message.phase == "forward" else "backward"
+        yield Op("copy", phase, message.times * message.bytes / 4, message.times)
 
 
 def model_parallel_messages(job: Job, tokens: int) -> Iterator[Message]:
@@ -267,11 +270,11 @@ def model_parallel_messages(job: Job, tokens: int) -> Iterator[Message]:
     s, model, width = job.strategy, job.model, BYTES[job.precision.high]
     activation = float(tokens * model.hidden_size * width)
     if s.tp > 1:
-        for phase in ("forward", "backward"):
+        for phase in DIRECTIONS:
             yield Message("activations", "all_gather", "tp", activation, s.tp, 2 * model.num_layers, phase)
             yield Message("activations", "reduce_scatter", "tp", activation, s.tp, 2 * model.num_layers, phase)
     if s.ep > 1 and model.moe:
-        for phase in ("forward", "backward"):
+        for phase in DIRECTIONS:
             reach = min(model.moe.top_k, model.moe.top_k_groups) if model.moe.num_groups > 1 else model.moe.top_k
             size = activation * reach / s.tp
             yield Message("tokens", "all_to_all", "ep", size, s.ep, 2 * model.num_moe_layers, phase)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-
 from greylag.model import Transformer
 from greylag.parallel import World, shard
 from greylag.spec import Job, SpecError
@@ -29,9 +28,7 @@ def refuse(job: Job) -> None:
     s = job.strategy
     for axis in ("pp", "cp", "tp", "ep"):
         if getattr(s, axis) > 1:
-            faults.append(
-                f"strategy.{axis}: {getattr(s, axis)}: training cuts along dp only so far; set {axis} = 1 (simulate takes it)"
-            )
+            faults.append(f"strategy.{axis}: {getattr(s, axis)}: training knows only dp so far; set {axis} = 1")
     if job.model.vocab_size < 256:
         faults.append(f"model.vocab_size: {job.model.vocab_size}: byte tokens need 256")
     if job.cluster.device.kind == "cuda" and not torch.cuda.is_available():

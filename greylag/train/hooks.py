@@ -27,9 +27,13 @@ class ProgressHook:
         self._bar: Progress | None = None
         if self.console.is_terminal:
             self._bar = Progress(
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TextColumn("{task.description}"), TimeRemainingColumn(),
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(None),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
                 console=self.console,
-            )  # fmt: skip
+            )
             self._task = self._bar.add_task("starting", total=steps)
             self._bar.start()
 

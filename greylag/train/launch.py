@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from greylag.parallel import ReplicaCommit, World, start, stop
+from greylag.parallel import ReplicaCommit, start, stop
 from greylag.parallel.world import TIMEOUT
 from greylag.spec import Job, SpecError
 from greylag.spec.grid import Grid
@@ -65,7 +65,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
             local_rank=int(environ.get("SLURM_LOCALID", 0)),
             local_world=int(environ.get("SLURM_NTASKS_PER_NODE", environ.get("SLURM_NTASKS", "1"))),
             launcher="srun",
-            attempt=f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_STEP_ID', '0')}.{environ.get('SLURM_RESTART_COUNT', '0')}",
+            attempt=".".join(environ.get(f"SLURM_{key}", "0") for key in ("JOB_ID", "STEP_ID", "RESTART_COUNT")),
         )
     return None
 
@@ -146,9 +146,15 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", LAUNCHED: "1",
-    }  # fmt: skip
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": threads,
+        "GLOO_SOCKET_IFNAME": "lo",
+        LAUNCHED: "1",
+    }
     command = [sys.executable, "-m", "greylag", *arguments]
     ranks = [
         subprocess.Popen(

@@ -90,7 +90,7 @@ def _profiled_peak(trace: profile) -> float:
     results = trace.profiler.kineto_results
     assert results is not None
     for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        alive += event.nbytes()
+        alive += event.nbytes()  # type: ignore[attr-defined]  # missing from torch's stubs
         peak = max(peak, alive)
     return float(peak)
 

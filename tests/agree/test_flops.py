@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from greylag.model import Transformer
-from greylag.spec.load import load_preset
-from greylag.spec.work import forward_flops
 from msgspec.structs import replace
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+
+from greylag.model import Transformer
+from greylag.spec.load import load_preset
+from greylag.spec.work import forward_flops
 
 SEQUENCE, SEQUENCES = 128, 4
 

@@ -1,6 +1,7 @@
 """The built model and `spec.parts` speak of the same weights."""
 
 import pytest
+
 from greylag.model import Transformer
 from greylag.spec.load import load_preset, presets
 from greylag.spec.parts import parts

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from greylag.spec import Job
+from msgspec import json
+
+from greylag.spec import Job, Step
 from greylag.spec.work import data_parallel_messages
 from greylag.train.folder import RunFolder
 from greylag.train.launch import Place, run_rank
 from jobs import SMALL_MOE, tiny_job
-from msgspec import json
-from greylag.spec import Step
 
 
 def fly(rank: int, world: int, job: Job, folder: str) -> None:

@@ -8,11 +8,9 @@ import msgspec
 import pytest
 
 from greylag.report import RunRecord, read_record
-from greylag.report.run import render, write_report
-from greylag.report import RunRecord, read_record
-from greylag.report.run import render, write_report
+from greylag.report import quantity as q
 from greylag.report.curve import Curve, smooth, thin
-from greylag.report.run import strategy_sentence
+from greylag.report.run import render, strategy_sentence, write_report
 from greylag.report.summary import role_sizes, summarize
 from greylag.spec import Finding, Job, SpecError, Step, num_active_parameters, num_parameters
 from greylag.spec.cluster import Cluster, Device

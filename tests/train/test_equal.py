@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+from msgspec import json
+from msgspec.structs import replace
+
 from greylag.spec import Job, Step
 from greylag.train.folder import RunFolder
 from greylag.train.launch import Place, run_rank
 from jobs import SMALL_MOE, tiny_job
-from msgspec import json
-from msgspec.structs import replace
 
 
 def fly(rank: int, world: int, job: Job, folder: str) -> None:
@@ -51,7 +52,14 @@ def test_two_ranks_equal_one(strategy: dict, alone: list[Step], ranks, tmp_path:
     ],
 )
 def test_resume_is_bit_identical(precision: str, dp: int, strategy: dict, ranks, tmp_path: Path) -> None:
-    job = tiny_job(SMALL_MOE, precision, dp, strategy=strategy, run={"steps": 6}, precision_table={"amax_history": 4} if "delayed" in precision else {})
+    job = tiny_job(
+        SMALL_MOE,
+        precision,
+        dp,
+        strategy=strategy,
+        run={"steps": 6},
+        precision_table={"amax_history": 4} if "delayed" in precision else {},
+    )
     ranks(dp, fly, job, str(tmp_path / "straight"))
     broken = replace(job, run=replace(job.run, checkpoint_every=3))
     ranks(dp, fly, replace(broken, run=replace(broken.run, steps=6)), str(tmp_path / "broken"))
