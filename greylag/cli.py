@@ -35,9 +35,8 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
     from greylag.sim import predict_memory
 
     job = _load(job_file, overrides)
-    print_job(job, predict_memory(job) if not job.problems() else None)
-    if job.problems():
-        raise typer.Exit(2)
+    _require_no_problems(job)
+    print_job(job, predict_memory(job))
 
 
 @app.command()
@@ -71,15 +70,14 @@ def train(
 ) -> None:
     """Train a job; resumes if its run folder holds a checkpoint. Runs under torchrun or srun, or starts local ranks."""
     _require_torch()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler, which measures memory, chats on stderr
     from greylag.train.build import refuse
-    from greylag.train.data import find_files
     from greylag.train.launch import find_place, launch, run_folder, run_rank
 
     job = _load(job_file, overrides)
     refuse(job)
-    find_files(job.run.data)
     run = run_folder(folder, job)
-    place = find_place(os.environ)
+    place = find_place(os.environ, job)
     peak = _peak_flops(job)
     if place is not None:
         if place.rank == 0 and place.launcher != "greylag":
@@ -89,7 +87,7 @@ def train(
     else:
         run.claim(job)
         _write_prediction(job, run.path)
-        code = launch(["train", *sys.argv[2:]], job.strategy.world)
+        code = launch(["train", *sys.argv[2:]], job.strategy.world, run.lock)
         if code not in (0, INTERRUPTED):
             if code != 2:
                 _say(f"a rank ended with code {code}; what it said stands above. Run the same command to resume.")
@@ -131,7 +129,8 @@ def main() -> None:
 
 
 def _fail(text: str) -> None:
-    if int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0:
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    if rank == "0" or not rank.isdecimal() or sys.argv[1:2] != ["train"]:  # ranks share their faults: the first speaks
         _say(text)
     sys.stdout.flush()
     raise SystemExit(2)

@@ -5,7 +5,7 @@ shard(model, model.layers, job.strategy.zero, torch.float32, world)
 commit = ReplicaCommit(world)
 """
 
-from greylag.parallel.data import ReplicaCommit, local, set_micro_batch, shard
+from greylag.parallel.data import ReplicaCommit, average_unsharded, local, set_micro_batch, shard
 from greylag.parallel.world import World, start, stop
 
-__all__ = ["ReplicaCommit", "World", "local", "set_micro_batch", "shard", "start", "stop"]
+__all__ = ["ReplicaCommit", "World", "average_unsharded", "local", "set_micro_batch", "shard", "start", "stop"]

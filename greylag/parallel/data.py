@@ -1,7 +1,7 @@
 """Data parallelism: sharding inside a replica (FSDP2), averaging across replicas.
 
-ZeRO's levels are FSDP2's switches. Parameters always rest as shards; what differs is when they are gathered and
-when gradients are scattered:
+ZeRO's levels above 0 are FSDP2's switches: parameters rest as shards, and what differs is when they are gathered and
+when gradients are scattered. Level 0 shards nothing and averages gradients at the end of the step.
 
     level  gather of parameters          reduction of gradients
     0      never (kept whole)            all-reduce, once per step
@@ -11,11 +11,11 @@ when gradients are scattered:
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -24,10 +24,9 @@ from greylag.parallel.world import World
 
 def shard(model: nn.Module, layers: Sequence[nn.Module], zero: int, high: torch.dtype, world: World) -> None:
     """Shard a model's parameters over the replica's dp ranks, one unit per layer and one for the rest."""
-    if zero == 0:
-        mesh = init_device_mesh(world.device.type, (world.grid.dp, 1), mesh_dim_names=("copies", "dp"))
-    else:
-        mesh = world.mesh()
+    if zero == 0 or world.grid.dp == 1:
+        return
+    mesh = world.mesh()
     low = high is not torch.float32 and world.device.type != "cpu"
     policy = MixedPrecisionPolicy(param_dtype=high if low else None, reduce_dtype=torch.float32)
     for layer in layers:
@@ -40,7 +39,7 @@ def set_micro_batch(model: nn.Module, zero: int, is_last: bool) -> None:
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(is_last)
-    if zero <= 1:
+    if zero == 1:
         model.set_requires_gradient_sync(is_last)
     if zero < 3:
         model.set_reshard_after_backward(is_last)
@@ -49,6 +48,22 @@ def set_micro_batch(model: nn.Module, zero: int, is_last: bool) -> None:
 def local(x: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its memory."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def average(gradients: Sequence[Tensor], group: Any, size: int) -> None:
+    """Average gradients (this rank's shards) over a group of `size` ranks, in place, as one message."""
+    parts = [local(g) for g in gradients]
+    flat = torch.cat([g.reshape(-1) for g in parts])
+    dist.all_reduce(flat, group=group)
+    flat.div_(size)
+    for part, whole in zip(parts, flat.split([g.numel() for g in parts]), strict=True):
+        part.copy_(whole.view_as(part))
+
+
+def average_unsharded(gradients: Sequence[Tensor], zero: int, world: World) -> None:
+    """Average over the replica's dp ranks what FSDP2 does not: the gradients of level 0."""
+    if zero == 0 and world.grid.dp > 1:
+        average(gradients, None, world.grid.dp)
 
 
 class ReplicaCommit:
@@ -64,15 +79,9 @@ class ReplicaCommit:
         """A step starts; nothing to agree on."""
 
     def average(self, gradients: Sequence[Tensor]) -> None:
-        """Average gradients over replicas, in place, as one message. Takes and leaves this rank's shards."""
-        if self.world.across is None:
-            return
-        parts = [local(g) for g in gradients]
-        flat = torch.cat([g.reshape(-1) for g in parts])
-        dist.all_reduce(flat, group=self.world.across)
-        flat.div_(self.world.grid.replica)
-        for part, whole in zip(parts, flat.split([g.numel() for g in parts]), strict=True):
-            part.copy_(whole.view_as(part))
+        """Average gradients over replicas, in place."""
+        if self.world.across is not None:
+            average(gradients, self.world.across, self.world.grid.replica)
 
     def vote(self, healthy: bool) -> bool:
         """Whether every rank of every replica is healthy."""

@@ -143,6 +143,6 @@ def _collective(calibration: Calibration, name: str) -> Curve:
 def _known(value: float | None, cluster: Cluster, key: str) -> float:
     if value is None:
         raise SpecError(
-            f"cluster '{cluster.name}': no public {key} of {cluster.device.name}; write it in the job's [cluster.device]"
+            f"cluster '{cluster.name}': no public {key} of {cluster.device.name}; write it in [cluster.device]"
         )
     return value

@@ -1,13 +1,22 @@
 """Memory: peak bytes of the fullest rank, by pool.
 
-At rest a rank holds its parameters, gradients and moments, cut as the ZeRO level says. Within a step come the
-activations kept by the micro-batches in flight, the parameters and gradients that are gathered whole for a moment,
-and the workspace of the widest operator. Fragmentation is not modelled.
+At rest a rank holds its parameters, gradients and moments, cut as the ZeRO level says. The peak comes when backward
+has just begun: every micro-batch in flight keeps its activations, the last layer's feed-forward is being
+differentiated, and parameters and gradients lie gathered for a moment. Fragmentation is not modelled.
 """
 
 from greylag.spec.job import Job
 from greylag.spec.precision import BYTES
-from greylag.spec.work import distinct_layers, kept_by_head, kept_bytes, padded_rows, rank_parameters, unit_bytes, units
+from greylag.spec.work import (
+    distinct_layers,
+    kept_by_head,
+    kept_bytes,
+    kept_of_input,
+    padded_rows,
+    rank_parameters,
+    unit_bytes,
+    units,
+)
 
 MOMENTS = 8
 """Bytes of AdamW's two FP32 moments per parameter."""
@@ -15,55 +24,56 @@ MOMENTS = 8
 
 def predict_memory(job: Job) -> dict[str, float]:
     """Peak bytes of the first pipeline stage's rank by pool (`spec.step.POOLS`)."""
-    s, cpu = job.strategy, job.cluster.device.kind == "cpu"
-    whole, mine = rank_parameters(job, sharded=False), rank_parameters(job)
-    if s.zero == 0:
-        mine = whole
-    width = 4 if cpu else BYTES[job.precision.high]
-    gathered = _gathered(job, width)
-    gradients = 4 * (mine if s.shards * s.cp > 1 or s.zero == 0 else whole)
+    mine = rank_parameters(job, sharded=job.strategy.zero > 0)
     return {
         "parameters": 4 * mine,
-        "gradients": gradients,
+        "gradients": 4 * mine,
         "optimizer": MOMENTS * mine,
-        "activations": _activations(job) + gathered + _workspace(job) - _not_yet(job, gradients),
+        "activations": max(_in_backward(job, 4 * mine), _in_reduce(job, 4 * mine)),
     }
 
 
-def _activations(job: Job) -> float:
-    """Kept for backward by all micro-batches in flight, at the end of a forward."""
-    s, model = job.strategy, job.model
-    tokens = s.micro_batch * job.sequence // s.cp
-    layers = sum(
-        count * kept_bytes(model, job.precision, layer, tokens, s.tp, s.ep) for layer, count in distinct_layers(model)
-    )
-    in_flight = min(s.pp, job.num_micro_batches)
-    return layers / s.pp * in_flight + (kept_by_head(model, job.precision, tokens, s.tp) if s.pp == 1 else 0.0)
-
-
-def _gathered(job: Job, width: int) -> float:
-    """Parameters gathered whole, and their gradients before they are scattered."""
+def _in_backward(job: Job, gradients: float) -> float:
+    """Beyond what rests, at the start of backward; less the `gradients` at rest if they do not exist yet."""
     s = job.strategy
-    sizes = [sum(size for n, size in unit_bytes(unit, s).items() if n > 1) for unit in units(job.model)]
+    tokens = s.micro_batch * job.sequence // s.cp
+    layers = distinct_layers(job.model)
+    kept = sum(times * kept_bytes(job.model, job.precision, layer, tokens, s.tp, s.ep) for layer, times in layers)
+    kept *= min(s.pp, job.num_micro_batches) / s.pp
+    whole_gradients = s.zero == 1 and s.shards * s.cp > 1
+    absent = gradients if whole_gradients or job.num_micro_batches == 1 else 0.0
+    return max(0.0, kept + _workspace(job, tokens) + _gathered(job) - absent)
+
+
+def _workspace(job: Job, tokens: int) -> float:
+    """Of the last layer's SwiGLU in backward: the gradients of output and input and three temporaries, in FP32.
+
+    The head's activations and the down-projection's input have been freed by then.
+    """
+    s, model = job.strategy, job.model
+    rows = padded_rows(model, tokens, s.ep) if model.moe else tokens
+    width = (model.moe.ffn_hidden_size if model.moe else model.ffn_hidden_size) // s.tp
+    head = kept_by_head(model, job.precision, tokens, s.tp) if s.pp == 1 else 0.0
+    return max(head, 6 * 4 * rows * width - kept_of_input(job.precision, rows, width))
+
+
+def _gathered(job: Job) -> float:
+    """Parameters that lie gathered at the start of backward, and gradients not scattered yet."""
+    s = job.strategy
     if s.zero == 0:
         return 0.0
+    share = (4 if job.cluster.device.kind == "cpu" else BYTES[job.precision.high]) / 4
+    sizes = [sum(size for n, size in unit_bytes(unit, s).items() if n > 1) for unit in units(job.model)]
     # An average stage holds 1/pp of each unit in `unit_bytes`; what is gathered at once is one whole layer.
     largest, outer = max(sizes[:-1]) * s.pp, sizes[-1]
-    share = width / 4
     if s.zero == 3:
-        return share * (outer + 2 * largest) + 2 * largest
-    return share * sum(sizes) + (sum(sizes) if s.zero == 1 else 2 * largest)
+        return share * (outer + 2 * largest) + largest
+    if s.zero == 1 and job.num_micro_batches > 1:
+        return share * sum(sizes) + sum(sizes)
+    return share * sum(sizes) + largest
 
 
-def _workspace(job: Job) -> float:
-    """FP32 temporaries of the widest feed-forward layer in backward: gradients and dequantized operands."""
-    s, model = job.strategy, job.model
-    tokens = s.micro_batch * job.sequence // s.cp
-    if model.moe:
-        return 4.0 * 4 * padded_rows(model, tokens, s.ep) * 2 * model.moe.ffn_hidden_size / s.tp
-    return 4.0 * 4 * tokens * 2 * model.ffn_hidden_size / s.tp
-
-
-def _not_yet(job: Job, gradients: float) -> float:
-    """Gradients at rest that do not exist yet at the peak."""
-    return 0.0
+def _in_reduce(job: Job, gradients: float) -> float:
+    """The one message in which gradients are averaged over replicas, or over ranks that shard nothing."""
+    s = job.strategy
+    return gradients if s.replicas > 1 or (s.zero == 0 and s.shards * s.cp > 1) else 0.0

@@ -4,6 +4,8 @@
 """
 
 import os
+from itertools import pairwise, product
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -25,11 +27,33 @@ def load_local() -> Calibration:
     """This machine's calibration. Raises SpecError if there is none, or it cannot be read."""
     path = local_path()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Calibration)
+        calibration = msgspec.json.decode(path.read_bytes(), type=Calibration)
     except FileNotFoundError:
         raise SpecError("cluster 'local' has not been measured on this machine: run `greylag calibrate`") from None
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: cannot be read: {error}; run `greylag calibrate` again") from None
+    fault = _fault(calibration)
+    if fault:
+        raise SpecError(f"{path}: {fault}; run `greylag calibrate` again")
+    return calibration
+
+
+def _fault(calibration: Calibration) -> str | None:
+    """What makes a calibration unusable, or None."""
+    sizes = [{getattr(point, dim) for point in calibration.gemm} for dim in ("m", "n", "k")]
+    shapes = {(point.m, point.n, point.k) for point in calibration.gemm}
+    if not shapes or shapes != set(product(*sizes)) or min(map(min, shapes)) < 1:
+        return "gemm is not a grid of shapes"
+    if not all(0 < point.seconds < inf for point in calibration.gemm):
+        return "gemm: a time is not positive"
+    for name, curve in (calibration.ops | calibration.collectives).items():
+        if not curve.size or len(curve.size) != len(curve.seconds):
+            return f"'{name}' has {len(curve.size)} sizes and {len(curve.seconds)} times"
+        if not all(0 <= a < b < inf for a, b in pairwise((0.0, *curve.size))):
+            return f"'{name}': its sizes do not ascend"
+        if not all(0 < seconds < inf for seconds in curve.seconds):
+            return f"'{name}': a time is not positive"
+    return None
 
 
 def save_local(calibration: Calibration) -> Path:

@@ -16,6 +16,9 @@ from greylag.spec.model import Model
 from greylag.spec.precision import Operand, Precision
 from greylag.spec.strategy import Strategy
 
+PEAKS = ("fp8", "bf16", "fp32")
+"""Dtypes whose peak the simulator asks for."""
+
 
 class Run(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What only the trainer reads."""
@@ -68,7 +71,15 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     def problems(self) -> list[Finding]:
         """Every fault of this job, as errors; empty when it can run."""
-        return [*_model(self), *_grid(self), *_batch(self), *_precision(self), *_run(self)]
+        return [
+            *_name(self),
+            *_model(self),
+            *_cluster(self),
+            *_grid(self),
+            *_batch(self),
+            *_precision(self),
+            *_run(self),
+        ]
 
     def __str__(self) -> str:
         s = self.strategy
@@ -81,6 +92,15 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 def _error(where: str, what: str, advice: str) -> Finding:
     return Finding(level="error", where=where, what=what, advice=advice)
+
+
+def _unused(where: str, struct: msgspec.Struct, names: tuple[str, ...], reason: str) -> Iterator[Finding]:
+    """Settings that were given and cannot take effect."""
+    for field in msgspec.structs.fields(struct):
+        make = field.default_factory
+        default = field.default if make is msgspec.NODEFAULT else make()
+        if field.name in names and getattr(struct, field.name) != default:
+            yield _error(f"{where}{field.name}", f"has no effect {reason}", "remove it")
 
 
 def _positive(where: str, struct: msgspec.Struct, zero_allowed: tuple[str, ...] = ()) -> Iterator[Finding]:
@@ -98,6 +118,39 @@ def _positive(where: str, struct: msgspec.Struct, zero_allowed: tuple[str, ...] 
             )
 
 
+def _name(job: Job) -> Iterator[Finding]:
+    name = job.name
+    if name in ("", ".", "..") or not name.isprintable() or set(name) & set("/\\"):
+        yield _error("name", f"{name!r} cannot name a run's folder", "use letters, digits, - and _")
+
+
+_CALIBRATED = "on 'local', whose speed calibration alone knows"
+
+
+def _cluster(job: Job) -> Iterator[Finding]:
+    cluster, device = job.cluster, job.cluster.device
+    yield from _positive("cluster.", cluster)
+    yield from _positive("cluster.device.", device)
+    for dtype, peak in device.peak_tflops.items():
+        if dtype not in PEAKS:
+            yield _error("cluster.device.peak_tflops", f"unknown dtype {dtype!r}", f"use {', '.join(PEAKS)}")
+        elif not 0 < peak < float("inf"):
+            yield _error(f"cluster.device.peak_tflops.{dtype}", f"must be positive and finite, is {peak}", "change it")
+    for tier in ("node", "network"):
+        link = getattr(cluster, tier)
+        if link:
+            yield from _positive(f"cluster.{tier}.", link, ("latency_us",))
+    if cluster.is_local:
+        yield from _unused("cluster.", cluster, ("node", "network"), _CALIBRATED)
+        yield from _unused("cluster.device.", device, ("peak_tflops", "memory_gb_per_s"), _CALIBRATED)
+    if cluster.is_local and device.kind != "cpu":
+        yield _error(
+            "cluster.name",
+            f"'{cluster.name}' stands for this machine's CPUs, but the device is {device.kind}",
+            "choose a name that does not begin with 'local'",
+        )
+
+
 def _model(job: Job) -> Iterator[Finding]:
     model = job.model
     yield from _positive("model.", model)
@@ -105,7 +158,7 @@ def _model(job: Job) -> Iterator[Finding]:
         yield from _positive("model.mla.", model.mla)
     if model.moe:
         yield from _positive("model.moe.", model.moe, ("num_shared_experts", "num_dense_layers", "bias_update_rate"))
-    if any(f.level == "error" for f in _positive("", model)) or (model.moe and model.moe.num_groups < 1):
+    if any(_positive("", model)) or (model.moe and model.moe.num_groups < 1):
         return
     if not model.mla and model.head_dim is None and model.hidden_size % model.num_heads:
         yield _error(
@@ -118,6 +171,8 @@ def _model(job: Job) -> Iterator[Finding]:
     rotary = model.mla.qk_rope_head_dim if model.mla else model.qk_head_dim
     if model.position == "rope" and rotary % 2:
         yield _error("model.head_dim", f"rotary width {rotary} is odd", "RoPE turns pairs: choose an even width")
+    if model.position != "rope":
+        yield from _unused("model.", model, ("rope_theta",), "without RoPE")
     if model.mla and model.position != "rope":
         yield _error("model.position", "MLA carries position in its rotary part", 'set position = "rope"')
     if model.mla and (model.bias or model.qkv_bias or model.qk_norm or model.num_kv_heads or model.head_dim):
@@ -161,9 +216,8 @@ def _moe(model: Model) -> Iterator[Finding]:
 def _grid(job: Job) -> Iterator[Finding]:
     s, model, cluster = job.strategy, job.model, job.cluster
     bad = list(_positive("strategy.", s, ("zero",)))
-    bad += list(_positive("cluster.", cluster))
     yield from bad
-    if bad:
+    if bad or any(_positive("", cluster)) or any(_positive("", model)):
         return
     if s.world != cluster.num_devices:
         yield _error(
@@ -214,6 +268,14 @@ def _precision(job: Job) -> Iterator[Finding]:
     yield from _positive("precision.", p, ("margin",))
     for role in ("input", "weight", "grad"):
         yield from _operand(f"precision.{role}", getattr(p, role))
+    if not p.is_fp8:
+        yield from _unused("precision.", p, ("scale",), "without FP8")
+        if len({p.input.format, p.weight.format, p.grad.format}) > 1:
+            yield _error(
+                "precision", "input, weight and grad must have one format, if it is not FP8", "make them agree"
+            )
+    if not p.is_delayed:
+        yield from _unused("precision.", p, ("amax_history", "amax_choice", "margin"), "without a delayed scale")
     kinds = {o.granularity == "tensor" for o in (p.input, p.weight, p.grad) if o.is_fp8}
     if len(kinds) > 1:
         yield _error(
@@ -253,5 +315,7 @@ def _run(job: Job) -> Iterator[Finding]:
         )
     if run.warmup_steps > run.steps:
         yield _error("run.warmup_steps", f"{run.warmup_steps} exceeds steps {run.steps}", "lower it")
-    if not run.data:
-        yield _error("run.data", "names no data", 'give files, or ["python-stdlib"]')
+    if not all(run.data) or not run.data:
+        yield _error(
+            "run.data", "names no data" if not run.data else "a name is empty", 'give files, or ["python-stdlib"]'
+        )

@@ -38,8 +38,14 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """
     path = Path(path)
     table = _read_toml(path)
+    keys: list[str] = []
     for override in overrides:
-        _override(table, override)
+        key, value = _parse_override(override)
+        lost = next((k for k in keys if f"{k}.".startswith(f"{key}.")), None)
+        if lost:
+            raise SpecError(f"override {override!r} undoes the one of '{lost}' before it; leave one of them out")
+        keys.append(key)
+        _override(table, key, value)
     return job_from(table, name=path.stem, where=str(path))
 
 
@@ -53,6 +59,7 @@ def job_from(table: dict[str, Any], name: str, where: str = "job") -> Job:
             )
         table[section] = _section(table[section], section, kind, folder, where)
     _check_keys(table, Job, where, "")
+    _check_range(table, where, "")
     _fill_degrees(table)
     job: Job = _convert(table, Job, where)
     return job
@@ -80,21 +87,29 @@ def _read_toml(path: Path) -> dict[str, Any]:
         )
         hint = f"; did you mean {path.parent / near[0]}?" if near else "; give the path of a TOML file"
         raise SpecError(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except UnicodeDecodeError:
+        raise SpecError(f"{path}: not text in UTF-8; give the path of a TOML file") from None
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror}; give the path of a TOML file") from None
+    except (ValueError, RecursionError) as error:  # beside TOMLDecodeError: numbers or nesting beyond Python's limits
         raise SpecError(f"{path}: not valid TOML: {error}") from None
 
 
-def _override(table: dict[str, Any], override: str) -> None:
+def _parse_override(override: str) -> tuple[str, Any]:
+    """Key and value of `key=value`; what is not a TOML value is a string."""
     key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise SpecError(f"override '{override}': write it as key=value, for instance run.steps=100")
+    key = key.strip()
+    if not equals or not all(key.split(".")):
+        raise SpecError(f"override {override!r}: write it as key=value, for instance run.steps=100")
     try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *sections, last = key.strip().split(".")
+        parsed = tomllib.loads(f"v = {text}")
+    except (ValueError, RecursionError):
+        return key, text
+    return key, parsed["v"] if len(parsed) == 1 else text
+
+
+def _override(table: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
     for section in sections:
         inner = table.get(section)
         if isinstance(inner, str) and section in SECTIONS:
@@ -102,7 +117,7 @@ def _override(table: dict[str, Any], override: str) -> None:
         elif inner is None:
             inner = {}
         elif not isinstance(inner, dict):
-            raise SpecError(f"override '{override}': '{section}' is not a table")
+            raise SpecError(f"override of '{key}': '{section}' is a value and not a table; override '{section}' itself")
         table[section] = dict(inner)
         table = table[section]
     table[last] = value
@@ -143,7 +158,7 @@ def _preset(name: str, folder: str, section: str, where: str) -> dict[str, Any]:
     if stem not in known:
         near = difflib.get_close_matches(stem, known, 1)
         hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
-        raise SpecError(f"{where}: no preset '{stem}' for '{section}'; {hint}")
+        raise SpecError(f"{where}: no preset {stem!r} for '{section}'; {hint}")
     table: dict[str, Any] = {
         "name": name,
         **tomllib.loads((PRESETS / folder / f"{stem}.toml").read_text(encoding="utf-8")),
@@ -151,7 +166,7 @@ def _preset(name: str, folder: str, section: str, where: str) -> dict[str, Any]:
     if size:
         table |= {"devices_per_node": int(size["per_node"]), "num_nodes": int(size["nodes"])}
     if stem == "local":
-        table["device"] = {**table["device"], "memory_gib": _host_memory_gib() / table.get("devices_per_node", 1)}
+        table["device"] = {**table["device"], "memory_gib": _host_memory_gib() / max(1, table["devices_per_node"])}
     return table
 
 
@@ -179,7 +194,7 @@ def _check_keys(table: dict[str, Any], kind: type, where: str, prefix: str) -> N
         if key not in fields:
             near = difflib.get_close_matches(key, fields, 1)
             hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known keys: {', '.join(fields)}"
-            raise SpecError(f"{where}: unknown key '{prefix}{key}'; {hint}")
+            raise SpecError(f"{where}: unknown key {prefix + key!r}; {hint}")
         inner = _struct_in(fields[key])
         if inner and isinstance(value, dict):
             _check_keys(value, inner, where, f"{prefix}{key}.")
@@ -190,9 +205,54 @@ def _struct_in(hint: Any) -> type | None:
     return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
 
 
+def _check_range(value: Any, where: str, key: str) -> None:
+    """Refuse integers that 64 bits do not hold: TOML has none, and no field means one."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_range(inner, where, f"{key}.{name}" if key else name)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise SpecError(f"{where}: '{key}': a number beyond 64 bits; lower it")
+
+
+_FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<key>.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+_TYPE = re.compile(r"Expected `(\w+).*`, got `(\w+)`")
+_TOML_NAMES = {
+    "object": "table",
+    "array": "list",
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "bool": "true or false",
+}
+
+
 def _convert(table: dict[str, Any], kind: type, where: str) -> Any:
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        text = re.sub(r" - at `\$\.?(.*?)`$", r" at '\1'", str(error))
-        raise SpecError(f"{where}: {text}") from None
+        raise SpecError(f"{where}: {_in_words(str(error), kind)}") from None
+
+
+def _in_words(fault: str, kind: type) -> str:
+    """What msgspec says of a value that does not fit, in TOML's words and with the key first."""
+    match = _FAULT.fullmatch(fault)
+    assert match
+    what, key = match["what"], match["key"] or ""
+    missing, mistaken = _MISSING.fullmatch(what), _TYPE.fullmatch(what)
+    if missing:
+        return f"'{f'{key}.' if key else ''}{missing[1]}' is missing; add it"
+    if mistaken:
+        wanted, found = (_TOML_NAMES.get(name, name) for name in mistaken.groups())
+        return f"'{key}' must be of type {wanted}, is {found}"
+    if what.startswith("Invalid enum value"):
+        value = what.removeprefix("Invalid enum value ").replace("\n", "\\n")
+        return f"'{key}': {value} is none of {', '.join(map(repr, _choices(kind, key)))}; choose one"
+    return f"'{key}': {what}"
+
+
+def _choices(kind: Any, key: str) -> tuple[Any, ...]:
+    """The values that a Literal field lets through."""
+    for name in key.split("."):
+        kind = get_type_hints(_struct_in(kind))[name]
+    return get_args(kind)

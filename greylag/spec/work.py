@@ -5,6 +5,7 @@ Everything is plain arithmetic on the degrees. GEMM and attention counts are hel
 message bytes to what process groups are handed (tests/agree). An expert layer is counted with balanced experts.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -245,7 +246,7 @@ def data_parallel_messages(job: Job) -> Iterator[Message]:
 def _shard_messages(job: Job, n: int, reduced: float, gathered: float, is_root: bool) -> Iterator[Message]:
     zero, m = job.strategy.zero, job.num_micro_batches
     if zero == 0:
-        yield Message("gradients", "all_reduce", "dp", reduced, n, 1, "backward")
+        yield Message("gradients", "all_reduce", "dp", reduced, n, 1, "reduce")
         return
     yield Message("parameters", "all_gather", "dp", gathered, n, m if zero == 3 else 1, "forward")
     if zero == 3 and not is_root:
@@ -256,6 +257,8 @@ def _shard_messages(job: Job, n: int, reduced: float, gathered: float, is_root: 
 def data_parallel_ops(job: Job) -> Iterator[Op]:
     """Copies around those collectives: gathered parameters out of the buffer, gradients into one."""
     for message in data_parallel_messages(job):
+        if message.phase == "reduce":
+            continue
         phase: Direction = "forward" if message.phase == "forward" else "backward"
         yield Op("copy", phase, message.times * message.bytes / 4, message.times)
 
@@ -296,7 +299,7 @@ def kept_bytes(model: Model, precision: Precision, layer: int, tokens: int, tp: 
     D, b, moe = model.hidden_size, BYTES[precision.high], model.moe if model.is_moe_layer(layer) else None
     rows = padded_rows(model, tokens, ep) if moe else 0
     kept = 2 * tokens * (D * b + 4.0) + _kept_by_attention(model, precision, tokens, tp)
-    linear = _Kept(precision)
+    linear = functools.partial(kept_of_input, precision)
     if moe is None:
         gated = model.activation == "swiglu"
         width = model.ffn_hidden_size // tp
@@ -310,22 +313,19 @@ def kept_bytes(model: Model, precision: Precision, layer: int, tokens: int, tp: 
     return kept
 
 
-class _Kept:
+def kept_of_input(precision: Precision, rows: float, width: float) -> float:
     """Bytes that a linear layer keeps of its input: codes, and scales where they are blocks."""
-
-    def __init__(self, precision: Precision) -> None:
-        operand = precision.input
-        self.per_element = BYTES[operand.format] + (4 / BLOCK if operand.granularity == "1x128" else 0)
-
-    def __call__(self, rows: float, width: float) -> float:
-        return rows * width * self.per_element
+    operand = precision.input
+    return rows * width * (BYTES[operand.format] + (4 / BLOCK if operand.granularity == "1x128" else 0))
 
 
 def _kept_by_attention(model: Model, precision: Precision, tokens: int, tp: int) -> float:
     """Inputs of the projections, and of the core: query, key, value, output and the log-sum of each row."""
-    D, b, linear = model.hidden_size, BYTES[precision.high], _Kept(precision)
+    D, b, linear = model.hidden_size, BYTES[precision.high], functools.partial(kept_of_input, precision)
     H, G, K, V = model.num_heads // tp, max(1, model.kv_heads // tp), model.qk_head_dim, model.v_head_dim
-    core = tokens * H * (K * b + 4.0) + linear(tokens, H * V)
+    core = tokens * H * (K * b + 4.0)
+    if precision.is_fp8 or V < K:  # else the projection's input is the core's output itself
+        core += linear(tokens, H * V)
     if model.mla is None:
         fused = (H + 2 * G) * K
         turned = (H + G) * K if model.position == "rope" else 0

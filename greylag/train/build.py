@@ -7,7 +7,7 @@ import torch
 from greylag.model import Transformer
 from greylag.parallel import World, shard
 from greylag.spec import Job, SpecError
-from greylag.train.data import Corpus, find_files
+from greylag.train.data import Corpus, find_files, require_text
 from greylag.train.optim import adamw
 
 
@@ -23,7 +23,7 @@ class Flight:
 
 
 def refuse(job: Job) -> None:
-    """Raise SpecError with every reason why this job cannot be trained."""
+    """Raise SpecError with every reason why this job cannot be trained, or if its data is not there."""
     faults = [str(f) for f in job.problems() if f.level == "error"]
     s = job.strategy
     for axis in ("pp", "cp", "tp", "ep"):
@@ -39,6 +39,7 @@ def refuse(job: Job) -> None:
         faults.append(f"cluster: '{job.cluster.name}' is made of MUSA devices, and torch_musa is not installed")
     if faults:
         raise SpecError(f"{job.name}: " + "\n".join(faults))
+    require_text(job.run.data, job.sequence)
 
 
 def build(job: Job, world: World) -> Flight:
@@ -47,6 +48,5 @@ def build(job: Job, world: World) -> Flight:
     model = Transformer(job.model, job.precision)
     model.initialize(job.run.seed)
     model.to(world.device)
-    if world.grid.dp > 1:
-        shard(model, list(model.layers), job.strategy.zero, model.high, world)
+    shard(model, list(model.layers), job.strategy.zero, model.high, world)
     return Flight(job, world, model, adamw(model, job.run), corpus)

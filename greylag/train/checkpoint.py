@@ -16,10 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -36,12 +38,8 @@ class Checkpointer:
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self.folder, self.world, self.keep = folder, world, keep
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        if world.is_first:
-            folder.mkdir(parents=True, exist_ok=True)
-            for part in folder.glob("*.part"):
-                shutil.rmtree(part, ignore_errors=True)
-        dist.barrier(world.saver)
+        self._error: BaseException | None = None
+        self._prepare(_sweep, folder)
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any], step: int) -> None:
         """Begin to save the state after `step`. Waits for the save before it. Raises SpecError if that failed."""
@@ -50,10 +48,7 @@ class Checkpointer:
             return
         state = _copy({**_state(model, optimizer), "facts": {**facts, "step": step}})
         part = self.folder / f"step_{step:08d}.part"
-        if self.world.is_first:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir()
-        dist.barrier(self.world.saver)
+        self._prepare(_renew, part)
         self._thread = threading.Thread(target=self._write, args=(state, part), name="checkpoint")
         self._thread.start()
 
@@ -75,8 +70,17 @@ class Checkpointer:
                 _sync_folder(self.folder)
                 for old in checkpoints(self.folder)[: -self.keep]:
                     shutil.rmtree(old, ignore_errors=True)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             self._error = error
+            if self.world.is_first:
+                shutil.rmtree(part, ignore_errors=True)  # a full disk has no room for halves
+
+    def _prepare(self, action: Callable[..., None], folder: Path) -> None:
+        """Let the first rank make a folder ready while the others wait. Raises SpecError on all if it cannot."""
+        try:
+            self._agree(_attempt(action, folder) if self.world.is_first else None)
+        except OSError as error:
+            raise SpecError(f"{error}; make room for checkpoints there and run again") from None
 
     def _agree(self, fault: str | None) -> None:
         """Tell every rank of the replica of each other's fault. Raises OSError with the first."""
@@ -101,10 +105,10 @@ class Checkpointer:
             self._agree(verify(newest, dist.get_rank(), self.world.grid.replica_world))
         except OSError as error:
             raise SpecError(f"{error}; {advice}") from None
-        state = {**_state(model, optimizer), "facts": _facts(newest)}
         try:
+            state = {**_state(model, optimizer), "facts": _facts(newest)}
             dcp.load(state, storage_reader=FileSystemReader(newest), process_group=self.world.saver)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise SpecError(f"{newest}: cannot be loaded: {_reason(error)}; {advice}") from None
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return state["facts"]
@@ -112,25 +116,29 @@ class Checkpointer:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Committed checkpoints, oldest first."""
-    return sorted(p for p in folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir())
+    found = [p for p in folder.glob("step_*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def verify(checkpoint: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint's files, or None. Reads every `shares`-th seal, from `share`."""
-    seals = sorted(checkpoint.glob("*.seal"))
-    if not seals or not (checkpoint / ".metadata").exists():
-        return f"{checkpoint}: checkpoint is incomplete"
-    for seal in seals[share::shares]:
+    """What is wrong with a checkpoint's files, or None. Sums up every `shares`-th file, from `share`."""
+    sealed: dict[Path, tuple[int, int]] = {}
+    for seal in sorted(checkpoint.glob("*.seal")):
         try:
-            expected = json.loads(seal.read_text())
-        except ValueError:
+            files = msgspec.json.decode(seal.read_bytes(), type=dict[str, tuple[int, int]])
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return f"{seal}: checkpoint is damaged"
-        for name, (size, checksum) in expected.items():
-            file = checkpoint / name
-            if not file.exists():
-                return f"{file}: checkpoint file is missing"
-            if file.stat().st_size != size or _checksum(file) != checksum:
-                return f"{file}: checkpoint is damaged (size or checksum differs)"
+        sealed |= {checkpoint / name: facts for name, facts in files.items()}
+    loose = [file for file in (checkpoint / ".metadata", *sorted(checkpoint.glob("*.distcp"))) if file not in sealed]
+    if loose:
+        return f"{loose[0]}: checkpoint is incomplete (no seal names this file)"
+    for file, (size, checksum) in sorted(sealed.items())[share::shares]:
+        try:
+            whole = file.stat().st_size == size and _checksum(file) == checksum
+        except OSError as error:
+            return f"{file}: checkpoint file cannot be read: {error.strerror}"
+        if not whole:
+            return f"{file}: checkpoint is damaged (size or checksum differs)"
     return None
 
 
@@ -171,8 +179,20 @@ def _attempt(action: Callable[..., None], *arguments: Any) -> str | None:
     try:
         action(*arguments)
     except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
     return None
+
+
+def _sweep(folder: Path) -> None:
+    """Make the folder of checkpoints, and remove what a killed run left half written in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in folder.glob("*.part"):
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _renew(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
 
 
 def _checksum(file: Path) -> int:

@@ -34,10 +34,7 @@ class Corpus:
         self.tokens = np.frombuffer(text, dtype=np.uint8)
         self.sequence, self.seed = sequence, seed
         self.num_windows = (len(self.tokens) - 1) // sequence
-        if self.num_windows < 1:
-            raise SpecError(
-                f"run.data: {len(self.tokens)} bytes are fewer than one sequence of {sequence} + 1; give more text"
-            )
+        _require_length(len(self.tokens), sequence)
         self.fingerprint = hashlib.sha256(text).hexdigest()
         self._epoch: tuple[int, np.ndarray] = (-1, np.empty(0))
 
@@ -64,18 +61,36 @@ def find_files(data: Sequence[str]) -> list[Path]:
     """The files that `run.data` names, in order. Raises SpecError for a name that matches nothing."""
     files: list[Path] = []
     for name in data:
-        path = Path(name)
-        if name == STDLIB:
-            files += _standard_library()
-        elif path.is_file():
-            files.append(path)
-        else:
-            pattern = str(path / "**" / "*") if path.is_dir() else name
-            found = sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
-            if not found:
-                raise SpecError(f"run.data: '{name}' matches no file; give a file, a folder, a pattern or '{STDLIB}'")
-            files += found
+        try:
+            found = _standard_library() if name == STDLIB else _matches(name)
+        except (OSError, ValueError) as error:  # a name too long for the system, or with a null byte in it
+            raise SpecError(f"run.data: {name!r:.200} cannot be looked up: {error}; correct it") from None
+        if not found:
+            raise SpecError(f"run.data: {name!r} matches no file; give a file, a folder, a pattern or '{STDLIB}'")
+        files += found
     return files
+
+
+def require_text(data: Sequence[str], sequence: int) -> None:
+    """Raise SpecError if `run.data` names a file that is not there, or less text than one window needs."""
+    files = find_files(data)
+    try:
+        _require_length(sum(file.stat().st_size for file in files) + len(files) - 1, sequence)
+    except OSError as error:
+        raise SpecError(f"{error.filename}: cannot be read: {error.strerror}; check run.data") from None
+
+
+def _require_length(size: int, sequence: int) -> None:
+    if size <= sequence:
+        raise SpecError(f"run.data: {size} bytes are fewer than one sequence of {sequence} + 1; give more text")
+
+
+def _matches(name: str) -> list[Path]:
+    path = Path(name)
+    if path.is_file():
+        return [path]
+    pattern = str(path / "**" / "*") if path.is_dir() else name
+    return sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
 
 
 def _standard_library() -> list[Path]:

@@ -3,6 +3,7 @@
 Landing and the report read it and nothing else. A lock keeps a second run out while one is going on.
 """
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -12,6 +13,9 @@ import msgspec
 
 from greylag.spec import Finding, Job, SpecError, Step
 
+STEPS, FINDINGS = "steps.jsonl", "findings.jsonl"
+_BEFORE_JOB = {".lock", "job.json.part"}
+"""What a run that was killed at once leaves in its folder."""
 _MAY_CHANGE = ("steps", "checkpoint_every", "keep_checkpoints", "tensorboard")
 
 
@@ -27,6 +31,12 @@ class RunFolder:
         """Where checkpoints lie."""
         return self.path / "checkpoints"
 
+    @property
+    def lock(self) -> int:
+        """Handle of the lock of a claimed folder: whoever inherits it holds the lock too."""
+        assert self._lock, "not claimed"
+        return self._lock.fileno()
+
     def claim(self, job: Job) -> None:
         """Make the folder this job's, and lock it until the process ends.
 
@@ -34,53 +44,64 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 (held until the process ends)
-        except OSError as error:
-            raise SpecError(f"{self.path}: cannot write here: {error.strerror}; choose another --folder") from None
-        try:
+            names = {path.name for path in self.path.iterdir()}
+            if "job.json" not in names and names - _BEFORE_JOB:
+                raise SpecError(f"{self.path}: not empty and not a run folder (no job.json); choose another --folder")
+            self._lock = open(self.path / ".lock", "a")  # noqa: SIM115 (held until the process ends)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if "job.json" in names:
+                self._check_owner(job)
+            for name in (STEPS, FINDINGS):
+                _end_line(self.path / name)
         except BlockingIOError:
             raise SpecError(
                 f"{self.path}: another run is writing to this folder; stop it or choose another --folder"
             ) from None
-        self._check_owner(job)
+        except OSError as error:
+            raise SpecError(f"{self.path}: cannot write here: {error.strerror}; choose another --folder") from None
         write_whole(self.path / "job.json", msgspec.json.format(msgspec.json.encode(job)))
 
     def _check_owner(self, job: Job) -> None:
-        path = self.path / "job.json"
-        if not path.exists():
-            if any(p.name != ".lock" for p in self.path.iterdir()):
-                raise SpecError(f"{self.path}: not empty and not a run folder (no job.json); choose another --folder")
-            return
         old = self.job()
         if _identity(old) != _identity(job):
             changed = ", ".join(_differences(msgspec.to_builtins(_identity(old)), msgspec.to_builtins(_identity(job))))
-            raise SpecError(f"{path}: the folder holds another job (differs in {changed}); choose another --folder")
+            raise SpecError(
+                f"{self.path / 'job.json'}: it holds another job (differs in {changed}); choose another --folder"
+            )
 
     def job(self) -> Job:
         """The job of this folder. Raises SpecError if it cannot be read."""
         path = self.path / "job.json"
         try:
             return msgspec.json.decode(path.read_bytes(), type=Job)
-        except OSError:
+        except FileNotFoundError:
             raise SpecError(f"{self.path}: not a run folder (no job.json)") from None
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise SpecError(f"{path}: cannot be read: {error}; restore it or choose another --folder") from None
 
     def append(self, record: Step | Finding) -> None:
-        """Add a line to the steps or findings, whole or not at all."""
-        name = "steps.jsonl" if isinstance(record, Step) else "findings.jsonl"
+        """Add a line to the steps or findings, whole or not at all. Raises SpecError if it cannot."""
+        path = self.path / (STEPS if isinstance(record, Step) else FINDINGS)
         line = msgspec.json.encode(record) + b"\n"
-        with open(self.path / name, "ab") as file:
-            size = file.tell()
-            try:
-                file.write(line)
-                file.flush()
-            except OSError as error:
-                os.truncate(self.path / name, size)
-                raise SpecError(
-                    f"{self.path / name}: cannot be written: {error.strerror}; free some space and run again"
-                ) from None
+        try:
+            with open(path, "ab", buffering=0) as file:
+                size = file.tell()
+                try:
+                    while line:  # a disk that fills up takes a part of it first
+                        line = line[file.write(line) :]
+                except OSError:
+                    file.truncate(size)
+                    raise
+        except OSError as error:
+            raise SpecError(f"{path}: cannot be written: {error.strerror}; free some space and run again") from None
+
+
+def _end_line(path: Path) -> None:
+    """End a line that a killed run left torn, so that the next record does not run on in it."""
+    if path.exists():
+        with open(path, "r+b") as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -93,7 +114,8 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise SpecError(f"{path}: cannot be written: {error.strerror}; free some space and run again") from None
 
 

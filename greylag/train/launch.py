@@ -7,6 +7,7 @@ rank ever hosts the store: torchrun's agent, this launcher or, under srun, a fil
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -28,7 +29,10 @@ from greylag.train.hooks import ProgressHook, TensorBoardHook
 from greylag.train.loop import Control, Hook, fly
 
 LAUNCHED = "GREYLAG_LAUNCHED"
-"""Set for ranks that `launch` started: the launcher holds the folder's lock."""
+"""Set, to a word that no other start has, for ranks that `launch` started: the launcher holds the folder's lock."""
+FAULT = "fault"
+"""Key of the store under which a rank that must end leaves the reason for the others."""
+STOPS = (signal.SIGINT, signal.SIGTERM)
 GRACE = 20.0
 """Seconds that ranks get to end by themselves after another one failed."""
 
@@ -47,39 +51,55 @@ class Place:
     """Tells this start of the job from any earlier one, so that no stale address is read from the store."""
 
 
-def find_place(environ: Mapping[str, str]) -> Place | None:
-    """What torchrun or srun says of this process; None if nobody launched it as a rank."""
+def find_place(environ: Mapping[str, str], job: Job) -> Place | None:
+    """What torchrun or srun says of this process; None if nobody launched it as a rank.
+
+    Raises SpecError if it says nonsense, or made another number of ranks than the job has.
+    """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return Place(
-            rank=int(environ["RANK"]),
-            world=int(environ["WORLD_SIZE"]),
-            local_rank=int(environ.get("LOCAL_RANK", 0)),
-            local_world=int(environ.get("LOCAL_WORLD_SIZE", 1)),
+        place = Place(
+            rank=_number(environ, "RANK"),
+            world=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK", "0"),
+            local_world=_number(environ, "LOCAL_WORLD_SIZE", "1"),
             launcher="greylag" if LAUNCHED in environ else "torchrun",
-            attempt=environ.get("TORCHELASTIC_RUN_ID", "") + environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            attempt=environ.get(LAUNCHED, "")
+            + environ.get("TORCHELASTIC_RUN_ID", "")
+            + environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
-    if "SLURM_PROCID" in environ and int(environ.get("SLURM_NTASKS", "1")) > 1:
-        return Place(
-            rank=int(environ["SLURM_PROCID"]),
-            world=int(environ["SLURM_NTASKS"]),
-            local_rank=int(environ.get("SLURM_LOCALID", 0)),
-            local_world=int(environ.get("SLURM_NTASKS_PER_NODE", environ.get("SLURM_NTASKS", "1"))),
+    elif "SLURM_PROCID" in environ and _number(environ, "SLURM_NTASKS", "1") > 1:
+        place = Place(
+            rank=_number(environ, "SLURM_PROCID"),
+            world=_number(environ, "SLURM_NTASKS"),
+            local_rank=_number(environ, "SLURM_LOCALID", "0"),
+            local_world=_number(environ, "SLURM_NTASKS_PER_NODE", environ["SLURM_NTASKS"]),
             launcher="srun",
             attempt=".".join(environ.get(f"SLURM_{key}", "0") for key in ("JOB_ID", "STEP_ID", "RESTART_COUNT")),
         )
-    return None
+    else:
+        return None
+    if place.world != job.strategy.world or place.rank >= place.world:
+        raise SpecError(
+            f"{job.name}: {place.launcher} made this rank {place.rank} of {place.world}, the job needs "
+            f"{job.strategy.world} ranks (dp {job.strategy.dp}); change strategy.dp and cluster, or start as many"
+        )
+    return place
+
+
+def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    text = environ.get(name, default)
+    if not text.isdecimal():
+        raise SpecError(
+            f"{name}: {text!r} in the environment is not a number; unset it, or let torchrun or srun set it"
+        )
+    return int(text)
 
 
 def run_rank(job: Job, folder: RunFolder, place: Place, peak_flops: float = 0.0) -> bool:
     """Train as one rank. True if the run reached its last step, False if it was asked to stop before.
 
-    Raises SpecError if the launcher made another number of ranks than the job has.
+    Raises SpecError, on every rank, if one of them meets a fault of the job, its data or its folder.
     """
-    if place.world != job.strategy.world:
-        raise SpecError(
-            f"{job.name}: {place.launcher} started {place.world} ranks, the job needs {job.strategy.world} "
-            f"(dp {job.strategy.dp}); change strategy.dp and cluster, or the launcher's number"
-        )
     device = _device(job, place)
     torch.manual_seed(job.run.seed)
     store = dist.PrefixStore(place.attempt, _store(job, folder, place))
@@ -91,7 +111,7 @@ def run_rank(job: Job, folder: RunFolder, place: Place, peak_flops: float = 0.0)
         if job.run.tensorboard:
             hooks.append(TensorBoardHook(folder.path))
     try:
-        with _listening() as control:
+        with _listening() as control, _sharing_faults(store):
             last = fly(build(job, world), folder, ReplicaCommit(world), hooks, control, peak_flops)
     finally:
         progress.close()
@@ -104,6 +124,11 @@ def _device(job: Job, place: Place) -> torch.device:
     if kind == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world))
         return torch.device("cpu")
+    if place.local_rank >= torch.accelerator.device_count():
+        raise SpecError(
+            f"cluster: a node has {job.cluster.devices_per_node} devices, and torch finds "
+            f"{torch.accelerator.device_count()} here; change cluster.devices_per_node"
+        )
     device = torch.device(kind, place.local_rank)
     torch.accelerator.set_device_index(place.local_rank)
     return device
@@ -123,6 +148,21 @@ def _store(job: Job, folder: RunFolder, place: Place) -> dist.Store:
 
 
 @contextlib.contextmanager
+def _sharing_faults(store: dist.Store) -> Iterator[None]:
+    """Let every rank end with the fault of the one that met it: the others only see its connection close."""
+    try:
+        yield
+    except SpecError as error:
+        with contextlib.suppress(RuntimeError):
+            store.set(FAULT, str(error))
+        raise
+    except RuntimeError:
+        if store.check([FAULT]):
+            raise SpecError(store.get(FAULT).decode()) from None
+        raise
+
+
+@contextlib.contextmanager
 def _listening() -> Iterator[Control]:
     """Turn the first SIGINT or SIGTERM into a request to save and stop; a second one ends the process."""
     control = Control()
@@ -133,7 +173,8 @@ def _listening() -> Iterator[Control]:
             os.kill(os.getpid(), number)
         control.stop = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, ask) for number in STOPS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     try:
         yield control
     finally:
@@ -141,8 +182,12 @@ def _listening() -> Iterator[Control]:
             signal.signal(number, handler)
 
 
-def launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """Start `greylag ARGUMENTS` as local ranks and wait for them. Returns the exit code of the first that failed."""
+def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> int:
+    """Start `greylag ARGUMENTS` as local ranks and wait for them. Returns the exit code of the first that failed.
+
+    The ranks inherit the folder's `lock`, so that it holds as long as one of them lives, even without this launcher.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # ranks inherit it: what comes before they listen is kept for them
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     shared = {
@@ -153,23 +198,29 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": threads,
         "GLOO_SOCKET_IFNAME": "lo",
-        LAUNCHED: "1",
+        LAUNCHED: secrets.token_hex(4),
     }
     command = [sys.executable, "-m", "greylag", *arguments]
     ranks = [
         subprocess.Popen(
-            command, env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}, start_new_session=True
+            command,
+            env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)},
+            start_new_session=True,
+            pass_fds=(lock,),
         )
         for r in range(num_ranks)
     ]
 
-    def forward(number: int, frame: object) -> None:
-        for rank in ranks:
-            if rank.poll() is None:
-                os.kill(rank.pid, number)
+    asked: list[int] = []
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    def forward(number: int, frame: object) -> None:
+        asked.append(number)
+        for rank in ranks:
+            rank.send_signal(number if len(asked) == 1 else signal.SIGKILL)
+
+    for number in STOPS:
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     return _await(ranks)
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from greylag.model.moe import Router
 from greylag.numerics import Recipe
 from greylag.numerics.scaling import DelayedScale
-from greylag.parallel import set_micro_batch
+from greylag.parallel import average_unsharded, set_micro_batch
 from greylag.spec import Finding, SpecError, Step
 from greylag.spec.work import step_flops
 from greylag.train.build import Flight
@@ -124,7 +124,9 @@ def _step(
         group["lr"] = rate
     loss = _accumulate(flight, number, clock)
     with clock.phase("reduce"):
-        commit.average([p.grad for p in model.parameters() if p.grad is not None])
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        average_unsharded(gradients, job.strategy.zero, world)
+        commit.average(gradients)
     with clock.phase("optimizer"):
         norm = clip(model.parameters(), job.run.clip_norm)
         seen = _nonfinite(model)
