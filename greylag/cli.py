@@ -71,10 +71,11 @@ def train(
     """Train a job; resumes if its run folder holds a checkpoint. Runs under torchrun or srun, or starts local ranks."""
     _require_torch()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler, which measures memory, chats on stderr
+    job = _load(job_file, overrides)
+    _require_no_problems(job)
     from greylag.train.build import refuse
     from greylag.train.launch import find_place, launch, run_folder, run_rank
 
-    job = _load(job_file, overrides)
     refuse(job)
     run = run_folder(folder, job)
     place = find_place(os.environ, job)

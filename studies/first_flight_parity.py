@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import msgspec
 
 from greylag.spec import Step
@@ -40,37 +41,21 @@ def smoothed(losses: list[float]) -> list[float]:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Loss of both recipes, and their relative difference, as an SVG without dependencies."""
-    curves = [(r["seed"], smoothed(r["fp32"]), smoothed(r["fp8-block128"])) for r in rows]
-    width, height, left = 760, 360, 60
-    top = max(max(a) for _, a, _ in curves)
-    low = min(min(a) for _, a, _ in curves)
-    steps = len(curves[0][1])
-
-    def line(values: list[float], lo: float, hi: float, y0: float, h: float, style: str) -> str:
-        points = " ".join(
-            f"{left + (width - left - 10) * i / (steps - 1):.1f},{y0 + h * (1 - (v - lo) / (hi - lo)):.1f}"
-            for i, v in enumerate(values)
-        )
-        return f'<polyline fill="none" points="{points}" {style}/>'
-
-    differences = [[100 * (b / a - 1) for a, b in zip(x, y, strict=True)] for _, x, y in curves]
-    span = max(0.5, max(abs(v) for d in differences for v in d[WINDOW:]))
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 170}" font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="18">loss, mean of the last {WINDOW} steps: FP32 grey, FP8 block128 blue; {steps} steps</text>',
-        f'<text x="4" y="40">{top:.2f}</text><text x="4" y="{height}">{low:.2f}</text>',
-        f'<text x="{left}" y="{height + 25}">FP8 / FP32 - 1, percent</text>',
-        f'<text x="4" y="{height + 45}">+{span:.2f}</text><text x="4" y="{height + 160}">-{span:.2f}</text>',
-        f'<line x1="{left}" x2="{width - 10}" y1="{height + 100}" y2="{height + 100}" stroke="#bbb"/>',
-    ]
-    for (_, a, b), d in zip(curves, differences, strict=True):
-        out.append(line(a, low, top, 30, height - 40, 'stroke="#888" stroke-width="3"'))
-        out.append(line(b, low, top, 30, height - 40, 'stroke="#1f6feb" stroke-width="1.2"'))
-        clipped = [max(-span, min(span, v)) for v in d]
-        out.append(line(clipped, -span, span, height + 40, 120, 'stroke="#1f6feb" stroke-width="1.2"'))
-    path.write_text("\n".join([*out, "</svg>\n"]))
+    """The smoothed losses of both recipes, and their relative difference below."""
+    figure, (above, below) = plt.subplots(2, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained")
+    for row in rows:
+        high, low = smoothed(row["fp32"]), smoothed(row["fp8-block128"])
+        steps = range(1, len(high) + 1)
+        first = row is rows[0]
+        above.plot(steps, high, color="0.6", linewidth=3, label="FP32" if first else None)
+        above.plot(steps, low, color="tab:blue", linewidth=1, label="FP8 block128" if first else None)
+        below.plot(steps, [100 * (b / a - 1) for a, b in zip(high, low, strict=True)], color="tab:blue", linewidth=1)
+    above.set_ylabel(f"loss, mean of the last {WINDOW} steps")
+    above.legend()
+    below.axhline(0, color="0.8", linewidth=1)
+    below.set_ylabel("FP8 / FP32 - 1, %")
+    below.set_xlabel("step")
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:

@@ -17,6 +17,9 @@ from greylag.spec.step import Step
 
 JOB, STEPS, PREDICTED, FINDINGS = "job.json", "steps.jsonl", "predicted.json", "findings.jsonl"
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What the decoder raises on bytes that are no record; RecursionError where brackets nest a thousand deep."""
+
 T = TypeVar("T", Job, Step, Finding)
 
 
@@ -74,7 +77,7 @@ def _bytes(path: Path, advice: str) -> bytes:
 def _read(path: Path, kind: type[T], advice: str) -> T:
     try:
         return msgspec.json.decode(_bytes(path, advice), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise SpecError(f"{path}: not a {kind.__name__} ({error}); {advice}") from None
 
 
@@ -87,7 +90,7 @@ def _read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
     for number, line in enumerate(lines, 1):
         try:
             good.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             bad.append((number, error))
     if bad and not good and len(lines) > 1:
         raise SpecError(

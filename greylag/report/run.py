@@ -4,6 +4,7 @@ The wording of the header and the tiles is here; figures come from `summary`, ch
 frame from `run.html.j2`. Everything that came from a file of the run is escaped by the template.
 """
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -62,7 +63,8 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         partial.write_text(html, encoding="utf-8", errors="replace")
         os.replace(partial, page)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise SpecError(f"{page}: cannot be written ({error.strerror}); choose another place for the page") from None
     return page
 

@@ -13,16 +13,12 @@ from greylag.spec.work import flops_per_token
 _SHOWN_RANKS = 16
 
 
-def print_job(job: Job, pools: dict[str, float] | None, console: Console | None = None) -> None:
-    """Print what a job is. `pools` are the bytes of a rank by pool, None where the job has problems."""
+def print_job(job: Job, pools: dict[str, float], console: Console | None = None) -> None:
+    """Print what a job is. `pools` are the bytes of a rank by pool."""
     console = console or Console()
     console.print(
         f"[bold]{escape(job.name)}[/]  " + escape(f"{job.model.name} in {job.precision.name} on {job.cluster.name}")
     )
-    for problem in job.problems():
-        console.print(f"[red]error[/] {escape(str(problem))}", soft_wrap=True)
-    if pools is None:
-        return
     console.print(_model(job))
     console.print(_bytes(job, pools))
     console.print(_grid(job))
@@ -75,8 +71,11 @@ def _bytes(job: Job, pools: dict[str, float]) -> Table:
     for pool, size in pools.items():
         table.add_row(pool, memory(size))
     table.add_section()
-    table.add_row("all", memory(sum(pools.values())))
-    table.add_row("the device has", memory(job.cluster.device.memory))
+    total, limit = sum(pools.values()), job.cluster.device.memory
+    table.add_row("all", memory(total))
+    table.add_row("the device has", memory(limit))
+    if total > limit:
+        table.add_row("[red]does not fit[/]", f"[red]{memory(total - limit)} too much[/]")
     return table
 
 

@@ -32,7 +32,7 @@ class Comparison:
     @property
     def error(self) -> float | None:
         """How far the prediction is off, relative to the measurement; positive where it said too much."""
-        if self.predicted is None or not self.measured:
+        if not self.predicted or not self.measured:
             return None
         return self.predicted / self.measured - 1
 

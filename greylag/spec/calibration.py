@@ -30,7 +30,7 @@ def load_local() -> Calibration:
         calibration = msgspec.json.decode(path.read_bytes(), type=Calibration)
     except FileNotFoundError:
         raise SpecError("cluster 'local' has not been measured on this machine: run `greylag calibrate`") from None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"{path}: cannot be read: {error}; run `greylag calibrate` again") from None
     fault = _fault(calibration)
     if fault:

@@ -146,7 +146,7 @@ def _cluster(job: Job) -> Iterator[Finding]:
     if cluster.is_local and device.kind != "cpu":
         yield _error(
             "cluster.name",
-            f"'{cluster.name}' stands for this machine's CPUs, but the device is {device.kind}",
+            f"{cluster.name!r} stands for this machine's CPUs, but the device is {device.kind}",
             "choose a name that does not begin with 'local'",
         )
 
@@ -234,6 +234,12 @@ def _grid(job: Job) -> Iterator[Finding]:
         yield _error(
             "strategy.tp", f"{s.tp} and num_kv_heads {model.kv_heads}: neither divides the other", "choose another tp"
         )
+    widths = {"model.ffn_hidden_size": model.ffn_hidden_size}
+    if model.moe:
+        widths |= {"model.moe.ffn_hidden_size": model.moe.ffn_hidden_size}
+    for name, width in widths.items():
+        if width % s.tp:
+            yield _error("strategy.tp", f"{s.tp} does not divide {name} {width}", "choose a divisor")
     if s.pp > model.num_layers:
         yield _error("strategy.pp", f"{s.pp} stages for {model.num_layers} layers", "lower pp")
     if job.sequence % (2 * s.cp if s.cp > 1 else 1):

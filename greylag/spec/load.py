@@ -137,7 +137,7 @@ def _section(value: Any, section: str, kind: type, folder: str, where: str) -> d
         return {"name": f"own-{section}", **own}
     base = _preset(preset, folder, section, where)
     if own:
-        base = {**_merge(base, own), "name": own.get("name", base["name"] + "*")}
+        base = {**_merge(base, own), "name": own.get("name", base["name"] + " (changed)")}
         if section == "cluster":
             base["name"] = own.get("name", preset)
     return base

@@ -69,7 +69,7 @@ class Checkpointer:
                 os.replace(part, part.with_suffix(""))
                 _sync_folder(self.folder)
                 for old in checkpoints(self.folder)[: -self.keep]:
-                    shutil.rmtree(old, ignore_errors=True)
+                    _retire(old)
         except (Exception, CheckpointException) as error:
             self._error = error
             if self.world.is_first:
@@ -188,6 +188,13 @@ def _sweep(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for part in folder.glob("*.part"):
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _retire(old: Path) -> None:
+    """Remove a checkpoint that is not to be kept; killed on the way, it is a `.part` and no checkpoint any more."""
+    part = old.with_suffix(".part")
+    os.replace(old, part)
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def _renew(part: Path) -> None:

@@ -15,6 +15,8 @@ from greylag.spec import Finding, Job, SpecError, Step
 
 STEPS, FINDINGS = "steps.jsonl", "findings.jsonl"
 _BEFORE_JOB = {".lock", "job.json.part"}
+STORE = ".store_"
+"""Begins the name of a file store, through which ranks may meet before the first of them claims the folder."""
 """What a run that was killed at once leaves in its folder."""
 _MAY_CHANGE = ("steps", "checkpoint_every", "keep_checkpoints", "tensorboard")
 
@@ -45,7 +47,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             names = {path.name for path in self.path.iterdir()}
-            if "job.json" not in names and names - _BEFORE_JOB:
+            strange = {name for name in names - _BEFORE_JOB if not name.startswith(STORE)}
+            if "job.json" not in names and strange:
                 raise SpecError(f"{self.path}: not empty and not a run folder (no job.json); choose another --folder")
             self._lock = open(self.path / ".lock", "a")  # noqa: SIM115 (held until the process ends)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +79,7 @@ class RunFolder:
             return msgspec.json.decode(path.read_bytes(), type=Job)
         except FileNotFoundError:
             raise SpecError(f"{self.path}: not a run folder (no job.json)") from None
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SpecError(f"{path}: cannot be read: {error}; restore it or choose another --folder") from None
 
     def append(self, record: Step | Finding) -> None:

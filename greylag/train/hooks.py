@@ -1,5 +1,6 @@
 """Hooks that show a run while it goes on: a progress line on the terminal, scalars for TensorBoard."""
 
+import contextlib
 from pathlib import Path
 
 from rich.console import Console
@@ -56,7 +57,7 @@ class ProgressHook:
             self.console.print(f"step {step.number:>{len(str(self.steps))}}/{self.steps}  {text}", highlight=False)
 
     def failed(self, error: BaseException) -> None:
-        """Clear the way for the error."""
+        """Leave the terminal to the error."""
         self.close()
 
     def close(self) -> None:
@@ -72,7 +73,8 @@ class TensorBoardHook:
     def __init__(self, folder: Path) -> None:
         from tensorboardX import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        # A queue without end: should the writer's thread die of a full disk, the run goes on.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), max_queue=2**31)
 
     def before(self, number: int) -> None:
         """Nothing to write yet."""
@@ -95,4 +97,9 @@ class TensorBoardHook:
 
     def failed(self, error: BaseException) -> None:
         """Keep what was written."""
-        self.writer.close()
+        self.close()
+
+    def close(self) -> None:
+        """Write what is still queued, if the disk takes it."""
+        with contextlib.suppress(OSError):
+            self.writer.close()

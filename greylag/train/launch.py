@@ -24,9 +24,9 @@ from greylag.parallel.world import TIMEOUT
 from greylag.spec import Job, SpecError
 from greylag.spec.grid import Grid
 from greylag.train.build import build
-from greylag.train.folder import RunFolder
+from greylag.train.folder import STORE, RunFolder
 from greylag.train.hooks import ProgressHook, TensorBoardHook
-from greylag.train.loop import Control, Hook, fly
+from greylag.train.loop import Control, fly
 
 LAUNCHED = "GREYLAG_LAUNCHED"
 """Set, to a word that no other start has, for ranks that `launch` started: the launcher holds the folder's lock."""
@@ -104,17 +104,17 @@ def run_rank(job: Job, folder: RunFolder, place: Place, peak_flops: float = 0.0)
     torch.manual_seed(job.run.seed)
     store = dist.PrefixStore(place.attempt, _store(job, folder, place))
     world = start(Grid.of(job.strategy), place.rank, store, device)
-    hooks: list[Hook] = []
-    progress = ProgressHook(job.run.steps)
+    hooks: list[ProgressHook | TensorBoardHook] = []
     if world.is_first:
-        hooks.append(progress)
+        hooks.append(ProgressHook(job.run.steps))
         if job.run.tensorboard:
             hooks.append(TensorBoardHook(folder.path))
     try:
         with _listening() as control, _sharing_faults(store):
             last = fly(build(job, world), folder, ReplicaCommit(world), hooks, control, peak_flops)
     finally:
-        progress.close()
+        for hook in hooks:
+            hook.close()
     stop(world)
     return last >= job.run.steps
 
@@ -136,7 +136,8 @@ def _device(job: Job, place: Place) -> torch.device:
 
 def _store(job: Job, folder: RunFolder, place: Place) -> dist.Store:
     if place.launcher == "srun" or job.run.store == "file":
-        return dist.FileStore(str(folder.path / f".store_{place.attempt}"), place.world)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        return dist.FileStore(str(folder.path / f"{STORE}{place.attempt}"), place.world)
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
@@ -230,14 +231,14 @@ def _await(ranks: list["subprocess.Popen[bytes]"]) -> int:
     while any(rank.poll() is None for rank in ranks):
         codes = [rank.returncode for rank in ranks if rank.returncode]
         if codes and not failed:
-            failed, deadline = codes[0], time.monotonic() + GRACE
+            failed, deadline = min(codes), time.monotonic() + GRACE  # a signal before what it made others say
         if time.monotonic() > deadline:
             for rank in ranks:
                 if rank.poll() is None:
                     rank.kill()
         time.sleep(0.02)
     codes = [rank.returncode for rank in ranks if rank.returncode]
-    return failed or (codes[0] if codes else 0)
+    return failed or min(codes, default=0)
 
 
 def run_folder(path: Path | None, job: Job) -> RunFolder:

@@ -4,6 +4,7 @@ It owns two seams that others fill. A `Hook` looks on: progress, TensorBoard, th
 averages gradients over replicas and says whether a step counts. The loop fetches neither; it is given them.
 """
 
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ def fly(
         return number
     except BaseException as error:
         for hook in hooks:
-            hook.failed(error)
+            with contextlib.suppress(Exception):  # the run's own error is the one to be told
+                hook.failed(error)
         raise
 
 
@@ -107,7 +109,10 @@ def _resume(flight: Flight, saver: Checkpointer) -> int:
         raise SpecError(
             "run.data: the text differs from what this run was trained on; restore it or choose another --folder"
         )
-    return int(facts["step"])
+    step = int(facts["step"])
+    if step > flight.job.run.steps:
+        raise SpecError(f"run.steps: {flight.job.run.steps}, but this run is at step {step} already; raise it")
+    return step
 
 
 def _step(

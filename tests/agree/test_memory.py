@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from jobs import tiny_job
 from msgspec import json
 
 from greylag.sim import predict_memory
@@ -11,6 +10,7 @@ from greylag.spec import Job, Step
 from greylag.train.folder import RunFolder
 from greylag.train.launch import Place, run_rank
 from greylag.train.loop import MEASURED_STEP
+from jobs import tiny_job
 
 
 def fly(rank: int, world: int, job: Job, folder: str) -> None:

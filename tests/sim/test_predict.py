@@ -1,0 +1,84 @@
+"""Predictions from data sheets and from a calibration."""
+
+import pytest
+
+from greylag.sim import predict
+from greylag.sim.cost import Cost, at
+from greylag.spec import SpecError
+from greylag.spec.cluster import Calibration, Curve, GemmPoint
+from greylag.spec.load import job_from
+from greylag.spec.work import Gemm
+from jobs import tiny_job
+
+GRID = (64, 1024)
+
+
+def calibration(rate: float = 1e11) -> Calibration:
+    return Calibration(
+        device="test", created="2026-01-01T00:00:00+00:00", num_ranks=1, torch="2.13.0",
+        gemm=[GemmPoint(m=m, n=n, k=k, seconds=2 * m * n * k / rate) for m in GRID for n in GRID for k in GRID],
+        ops={}, collectives={},
+    )  # fmt: skip
+
+
+def job(cluster: str = "h100-8x16", **changes):
+    table = {"model": "llama-3-8b", "precision": "fp8-block128", "cluster": cluster, "sequence": 8192,
+             "global_batch": 512, "strategy": {"tp": 2}, **changes}  # fmt: skip
+    return job_from(table, "test")
+
+
+@pytest.mark.parametrize("cluster", ["a100-8x16", "h100-8x16", "h800-8x16", "h200-8x16", "b200-8x16"])
+def test_every_public_cluster_gives_a_possible_step(cluster: str) -> None:
+    step = predict(job(cluster))
+    assert 0.02 < step.utilization < 1.0
+    assert step.total_seconds > 0
+    assert step.bytes["parameters"] > 0
+
+
+def test_a_better_device_and_a_smaller_model_are_faster() -> None:
+    assert predict(job("b200-8x16")).total_seconds < predict(job("h100-8x16")).total_seconds
+    assert predict(job("h100-8x16")).total_seconds < predict(job("a100-8x16")).total_seconds
+
+
+def test_pipeline_stages_leave_a_bubble() -> None:
+    without, with_stages = predict(job()), predict(job(strategy={"tp": 2, "pp": 4}))
+    assert without.seconds["other"] == 0
+    m = 512 // (128 // 8)
+    share = with_stages.seconds["other"] / with_stages.total_seconds
+    assert share == pytest.approx(3 / (m + 3), rel=0.3)
+
+
+def test_more_sharding_needs_less_memory_and_more_wire() -> None:
+    steps = [predict(job(strategy={"tp": 2, "zero": zero})) for zero in (0, 1, 2, 3)]
+    sizes = [s.total_bytes for s in steps]
+    assert sizes == sorted(sizes, reverse=True)
+    assert steps[3].wire_bytes > steps[1].wire_bytes
+
+
+def test_what_is_not_public_is_named() -> None:
+    with pytest.raises(SpecError, match=r"mtt-s5000.*public"):
+        predict(job("mtt-s5000-8x16", precision="bf16"))
+
+
+def test_local_needs_a_calibration() -> None:
+    with pytest.raises(SpecError, match="greylag calibrate"):
+        predict(tiny_job())
+
+
+def test_gemm_rates_come_from_the_measured_shapes() -> None:
+    cost = Cost(tiny_job().cluster, "fp32", calibration(2e10))
+    for shape in ((64, 64, 64), (200, 300, 400), (9999, 10, 1024)):
+        gemm = Gemm("x", "ffn", *shape)
+        assert cost.gemm(gemm, "fp8") == pytest.approx(gemm.flops / 2e10)
+
+
+def test_curves_interpolate_and_extend_by_rate() -> None:
+    curve = Curve(size=[10.0, 20.0], seconds=[1.0, 3.0])
+    assert at(curve, 15) == pytest.approx(2.0)
+    assert at(curve, 5) == 1.0
+    assert at(curve, 40) == pytest.approx(6.0)
+
+
+def test_a_missing_curve_asks_for_a_new_calibration() -> None:
+    with pytest.raises(SpecError, match="greylag calibrate"):
+        predict(tiny_job(), calibration())
