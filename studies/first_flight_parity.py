@@ -1,10 +1,13 @@
 """Study: FP8 block128 against FP32 on the first-flight model, same data and seed.
 
-Flies the job once per recipe (a killed study resumes: each run is a run folder), then compares the smoothed losses
-and writes `first_flight_parity.json` and `.svg` beside this file. Usage: first_flight_parity.py [steps] [seed ...]
+Flies the job once per recipe, both at once (a killed study resumes: each run is a run folder), compares the smoothed
+losses and writes `first_flight_parity.json` and `.svg` beside this file.
+
+Usage: first_flight_parity.py [steps] [seed ...]
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,18 +24,37 @@ WINDOW = 50
 RECIPES = ("fp32", "fp8-block128")
 
 
-def fly(recipe: str, steps: int, seed: int) -> list[float]:
-    """Losses of one run, by step."""
-    folder = ROOT / "runs" / f"study_first_flight_{recipe}_{steps}_{seed}"
+def start(recipe: str, steps: int, seed: int) -> subprocess.Popen[bytes]:
+    """Begin or go on with one run, on one rank, so that both recipes fly at once."""
     settings = [f"run.steps={steps}", f"precision.preset={recipe}", f"run.seed={seed}", "run.tensorboard=false"]
-    command = [sys.executable, "-m", "greylag", "train", "jobs/first_flight.toml", *settings, "--folder", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    alone = ["strategy.dp=1", "cluster=local-1x1"]
+    command = [sys.executable, "-m", "greylag", "train", "jobs/first_flight.toml", *settings, *alone]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*command, "--folder", str(folder_of(recipe, steps, seed))], cwd=ROOT, env=environment)
+
+
+def folder_of(recipe: str, steps: int, seed: int) -> Path:
+    """The run folder of one run of the study."""
+    return ROOT / "runs" / f"study_first_flight_{recipe}_{steps}_{seed}"
+
+
+def losses_of(folder: Path, steps: int) -> list[float]:
+    """Losses of a finished run, by step."""
     losses: dict[int, float] = {}
     for line in (folder / "steps.jsonl").read_bytes().splitlines():
         step = msgspec.json.decode(line, type=Step)
         assert step.loss is not None
         losses[step.number] = step.loss
     return [losses[n] for n in range(1, steps + 1)]
+
+
+def fly(steps: int, seed: int) -> dict[str, list[float]]:
+    """Losses of both recipes."""
+    runs = [start(recipe, steps, seed) for recipe in RECIPES]
+    codes = [run.wait() for run in runs]
+    if any(codes):
+        sys.exit("a run failed; what it said stands above. Run the same command to resume.")
+    return {recipe: losses_of(folder_of(recipe, steps, seed), steps) for recipe in RECIPES}
 
 
 def smoothed(losses: list[float]) -> list[float]:
@@ -61,7 +83,7 @@ def plot(rows: list[dict], path: Path) -> None:
 def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 300
     seeds = [int(s) for s in sys.argv[2:]] or [0]
-    rows = [{"seed": seed, **{recipe: fly(recipe, steps, seed) for recipe in RECIPES}} for seed in seeds]
+    rows: list[dict] = [{"seed": seed, **fly(steps, seed)} for seed in seeds]
     for row in rows:
         row["difference"] = smoothed(row["fp8-block128"])[-1] / smoothed(row["fp32"])[-1] - 1
         print(f"seed {row['seed']}: smoothed loss FP32 {smoothed(row['fp32'])[-1]:.5f}, "

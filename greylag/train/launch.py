@@ -119,10 +119,15 @@ def run_rank(job: Job, folder: RunFolder, place: Place, peak_flops: float = 0.0)
     return last >= job.run.steps
 
 
+def _threads(num_ranks: int) -> int:
+    """Threads of each of this machine's ranks: what OMP_NUM_THREADS says, or an equal share of the cores."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_ranks))
+
+
 def _device(job: Job, place: Place) -> torch.device:
     kind = job.cluster.device.kind
     if kind == "cpu":
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world))
+        torch.set_num_threads(_threads(place.local_world))
         return torch.device("cpu")
     if place.local_rank >= torch.accelerator.device_count():
         raise SpecError(
@@ -190,14 +195,13 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> int:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # ranks inherit it: what comes before they listen is kept for them
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    threads = str(max(1, (os.cpu_count() or 1) // num_ranks))
     shared = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(_threads(num_ranks)),
         "GLOO_SOCKET_IFNAME": "lo",
         LAUNCHED: secrets.token_hex(4),
     }
