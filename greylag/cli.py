@@ -30,7 +30,11 @@ Overrides = Annotated[
 
 @app.command()
 def show(job_file: JobFile, overrides: Overrides = None) -> None:
-    """Print a job: parameters, FLOPs, bytes per rank, the rank grid, the precision of every role."""
+    """Print a job: size, FLOPs, bytes, rank grid, precision.
+
+    Parameters (total and active), FLOPs per token, bytes per rank by pool, peers of rank 0 on each axis, and the
+    precision of every role.
+    """
     from greylag.report.show import print_job
     from greylag.sim import predict_memory
 
@@ -41,7 +45,10 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def simulate(job_file: JobFile, overrides: Overrides = None) -> None:
-    """Predict step time, utilization and peak memory, with a breakdown."""
+    """Predict step time, utilization and peak memory.
+
+    Time by phase, memory by pool. On a `local` cluster from `greylag calibrate`, else from data sheets.
+    """
     from greylag.report.show import print_prediction
 
     job = _load(job_file, overrides)
@@ -53,7 +60,10 @@ def simulate(job_file: JobFile, overrides: Overrides = None) -> None:
 def calibrate(
     ranks: Annotated[int, typer.Option(help="Ranks that measure at once, as the job will run.", min=1)] = 2,
 ) -> None:
-    """Measure this machine: GEMMs, memory, FP8 quantization, collectives. Writes the `local` calibration."""
+    """Measure this machine, for the `local` cluster.
+
+    GEMMs by shape, the model's operators, FP8 quantization, collectives by size; under a minute.
+    """
     _require_torch()
     from greylag.train.calibrate import calibrate_local
 
@@ -68,13 +78,16 @@ def train(
         Path | None, typer.Option(help="The run folder.  [default: runs/JOB]", show_default=False)
     ] = None,
 ) -> None:
-    """Train a job; resumes if its run folder holds a checkpoint. Runs under torchrun or srun, or starts local ranks."""
+    """Train a job, or resume it from its run folder.
+
+    Runs under torchrun or srun, or starts local ranks itself. Ctrl-C saves.
+    """
     _require_torch()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler, which measures memory, chats on stderr
     job = _load(job_file, overrides)
     _require_no_problems(job)
     from greylag.train.build import refuse
-    from greylag.train.launch import find_place, launch, run_folder, run_rank
+    from greylag.train.launch import INTERRUPTED, find_place, launch, run_folder, run_rank
 
     refuse(job)
     run = run_folder(folder, job)
@@ -115,10 +128,6 @@ def report(
     print(write_report(run, out))
 
 
-INTERRUPTED = 130
-"""Exit code of a run that was asked to stop and saved (128 + SIGINT)."""
-
-
 def main() -> None:
     """Run the command line; the user's mistakes end in one line on stderr and exit code 2."""
     from greylag.spec.error import SpecError
@@ -130,8 +139,8 @@ def main() -> None:
 
 
 def _fail(text: str) -> None:
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    if rank == "0" or not rank.isdecimal() or sys.argv[1:2] != ["train"]:  # ranks share their faults: the first speaks
+    rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    if rank == "0" or not rank.isdecimal() or sys.argv[1:2] != ["train"]:  # ranks share their faults: one a node speaks
         _say(text)
     sys.stdout.flush()
     raise SystemExit(2)

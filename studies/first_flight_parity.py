@@ -27,7 +27,7 @@ RECIPES = ("fp32", "fp8-block128")
 def start(recipe: str, steps: int, seed: int) -> subprocess.Popen[bytes]:
     """Begin or go on with one run, on one rank, so that both recipes fly at once."""
     settings = [f"run.steps={steps}", f"precision.preset={recipe}", f"run.seed={seed}", "run.tensorboard=false"]
-    alone = ["strategy.dp=1", "cluster=local-1x1"]
+    alone = ["strategy.dp=1", "strategy.zero=1", "cluster=local-1x1"]
     command = [sys.executable, "-m", "greylag", "train", "jobs/first_flight.toml", *settings, *alone]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([*command, "--folder", str(folder_of(recipe, steps, seed))], cwd=ROOT, env=environment)

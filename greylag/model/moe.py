@@ -112,14 +112,21 @@ class MoEFeedForward(nn.Module):
         x_TD = x_BSD.flatten(0, 1)
         chosen_TA, weights_TA = self.router(x_TD)
         rows_TA, segments, num_rows = slots(chosen_TA, self.moe.num_experts)
-        tokens = torch.arange(x_TD.shape[0], device=x_TD.device).repeat_interleave(self.moe.top_k)
-        x_PD = x_TD.new_zeros(num_rows, x_TD.shape[1]).index_copy(0, rows_TA.flatten(), x_TD.index_select(0, tokens))
+        x_PD = dispatch(x_TD, rows_TA, num_rows)
         y_PD = self.experts(x_PD, segments)
         y_TAD = y_PD.index_select(0, rows_TA.flatten()).view(*chosen_TA.shape, -1)
         y_TD = torch.bmm(weights_TA.unsqueeze(1).to(y_TAD.dtype), y_TAD).squeeze(1)
         if self.moe.num_shared_experts:
             y_TD = y_TD + self.shared(x_TD)
         return y_TD.view_as(x_BSD)
+
+
+def dispatch(x_TD: Tensor, rows_TA: Tensor, num_rows: int) -> Tensor:
+    """Copy each token to its rows (P, D); rows of no token are zero. Keeps indices only for backward."""
+    T, A = rows_TA.shape
+    token_P = rows_TA.new_full((num_rows,), T)
+    token_P[rows_TA.flatten()] = torch.arange(T, device=x_TD.device).repeat_interleave(A)
+    return F.pad(x_TD, (0, 0, 0, 1)).index_select(0, token_P)
 
 
 def slots(chosen_TA: Tensor, num_experts: int) -> tuple[Tensor, list[tuple[int, int]], int]:

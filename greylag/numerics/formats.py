@@ -72,7 +72,7 @@ def coarsen_(values: Tensor, unit: Tensor) -> Tensor:
     """`round_values` in place for values that are of E4M3 already, but times smaller powers of two than `unit`.
 
     Half the passes: the spacing of E4M3's smallest numbers does for all. What is larger is a multiple of it, and
-    2**15 of them reach up to the largest, far from the 2**20 that FP32 has room for.
+    2**18 of them reach beyond the largest, far from the 2**22 that FP32 has room for.
     """
     lift = unit * (1.5 * 2.0 ** (23 - E4M3.mantissa + E4M3.min_exponent))
     return values.add_(lift).sub_(lift)

@@ -18,7 +18,7 @@ def matmul(a_MK: Quantized, b_KN: Quantized, dtype: torch.dtype, out: Tensor | N
     codes = a_MK.codes
     if codes is not None and codes.is_cuda and b_KN.codes is not None:
         if a_MK.scale_inv is None and b_KN.scale_inv is None:
-            product = torch.mm(codes, b_KN.codes).to(dtype)
+            product = torch.mm(codes, b_KN.codes, out_dtype=dtype)
             return product if out is None else out.copy_(product)
         if refusal(a_MK, b_KN) is None:
             product = scaled_mm(a_MK, b_KN, dtype)
@@ -37,17 +37,24 @@ def refusal(a_MK: Quantized, b_KN: Quantized) -> str | None:
     dims that are multiples of 16; at most one E5M2 operand.
     """
     assert a_MK.codes is not None
-    capability = torch.cuda.get_device_capability(a_MK.codes.device)
     blocks = a_MK.tile != (0, 0)
-    if capability < (8, 9):
-        return f"FP8 needs compute capability 8.9, this is {capability[0]}.{capability[1]}"
-    if blocks and capability != (9, 0):
-        return f"1x128 and 128x128 scales need compute capability 9.0, this is {capability[0]}.{capability[1]}"
+    reason = device_refusal(blocks, torch.cuda.get_device_capability(a_MK.codes.device))
+    if reason:
+        return reason
     multiple = BLOCK if blocks else 16
     if a_MK.shape[1] % multiple or b_KN.shape[1] % 16:
         return f"K {a_MK.shape[1]} must be a multiple of {multiple} and N {b_KN.shape[1]} of 16"
     if a_MK.fmt is b_KN.fmt and a_MK.fmt is not None and a_MK.fmt.name == "e5m2":
         return "both operands are E5M2"
+    return None
+
+
+def device_refusal(blocks: bool, capability: tuple[int, int]) -> str | None:
+    """Why a CUDA device of a compute capability cannot multiply FP8 with per-tensor or block scales; None if it can."""
+    if capability < (8, 9):
+        return f"FP8 needs compute capability 8.9, this is {capability[0]}.{capability[1]}"
+    if blocks and capability != (9, 0):
+        return f"1x128 and 128x128 scales need compute capability 9.0, this is {capability[0]}.{capability[1]}"
     return None
 
 

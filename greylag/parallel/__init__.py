@@ -1,8 +1,10 @@
 """Cutting and gathering over process groups: sharding inside a replica, averaging across replicas.
 
-world = start(Grid.of(job.strategy), rank, store, torch.device("cpu"))
-shard(model, model.layers, job.strategy.zero, torch.float32, world)
-commit = ReplicaCommit(world)
+With any module `model` whose blocks are `layers`, and a torch.distributed store that all ranks share:
+
+    world = start(Grid.of(strategy), rank, store, torch.device("cpu"))
+    shard(model, layers, zero=3, world=world)
+    commit = ReplicaCommit(world)
 """
 
 from greylag.parallel.data import ReplicaCommit, average_unsharded, local, set_micro_batch, shard

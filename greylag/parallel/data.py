@@ -22,13 +22,15 @@ from torch.distributed.tensor import DTensor
 from greylag.parallel.world import World
 
 
-def shard(model: nn.Module, layers: Sequence[nn.Module], zero: int, high: torch.dtype, world: World) -> None:
-    """Shard a model's parameters over the replica's dp ranks, one unit per layer and one for the rest."""
+def shard(model: nn.Module, layers: Sequence[nn.Module], zero: int, world: World) -> None:
+    """Shard a model's parameters over the replica's dp ranks, one unit per layer and one for the rest.
+
+    They are gathered in FP32, the master copy, so that a layer quantizes the same numbers however it is sharded.
+    """
     if zero == 0 or world.grid.dp == 1:
         return
     mesh = world.mesh()
-    low = high is not torch.float32 and world.device.type != "cpu"
-    policy = MixedPrecisionPolicy(param_dtype=high if low else None, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)

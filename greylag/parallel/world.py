@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from greylag.spec.grid import Grid
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "musa": "mccl"}
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 TIMEOUT = datetime.timedelta(minutes=10)
 
 

@@ -28,7 +28,8 @@ def print_job(job: Job, pools: dict[str, float], console: Console | None = None)
 def print_prediction(job: Job, step: Step, console: Console | None = None) -> None:
     """Print a predicted step: time by phase, throughput, utilization, memory by pool."""
     console = console or Console()
-    table = Table(title=f"{job.name}: predicted step", title_justify="left", title_style="bold")
+    console.print(f"[bold]{escape(job.name)}[/]: predicted step")
+    table = Table()
     table.add_column("phase")
     table.add_column("time", justify="right")
     table.add_column("share", justify="right")
@@ -47,8 +48,8 @@ def print_prediction(job: Job, step: Step, console: Console | None = None) -> No
     console.print(_bytes(job, step.bytes))
 
 
-def _table(*columns: str, title: str | None = None) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _table(*columns: str) -> Table:
+    table = Table()
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
     return table
@@ -81,8 +82,8 @@ def _bytes(job: Job, pools: dict[str, float]) -> Table:
 
 def _grid(job: Job) -> Table:
     grid = Grid.of(job.strategy)
-    table = Table(title=f"{grid.world} ranks", title_justify="left", title_style="bold")
-    table.add_column("axis")
+    table = Table()
+    table.add_column(f"{grid.world:,} ranks, axis")
     table.add_column("degree", justify="right")
     table.add_column("peers of rank 0")
     table.add_column("over")
@@ -94,8 +95,8 @@ def _grid(job: Job) -> Table:
 
 
 def _precision(job: Job) -> Table:
-    table = Table(title=f"precision {job.precision.name}", title_justify="left", title_style="bold")
-    table.add_column("role")
+    table = Table()
+    table.add_column(f"precision {escape(job.precision.name)}")
     table.add_column("representation")
     for role, representation in role_table(job.precision):
         table.add_row(role, representation)

@@ -15,8 +15,8 @@ from greylag.spec.job import Job
 from greylag.spec.parts import num_active_parameters, num_parameters, parts
 from greylag.spec.step import PHASES, POOLS, Step
 
-WARM_UP = 2
-"""First steps that no median counts: they allocate, compile and fill caches."""
+WARM_UP = 3
+"""First steps that no median counts: they allocate and fill caches, and in the third the profiler watches memory."""
 FEW = 5
 """Up to this many steps, medians count them all."""
 

@@ -2,7 +2,8 @@
 
 A calibrated GEMM takes the rate measured at the nearest shapes; an operator and a collective take the measured
 seconds at their size. Without calibration a GEMM runs at a fixed share of the device's peak, an operator at a share
-of memory bandwidth, a collective by the ring formula over its link. These shares are first-cut constants.
+of memory bandwidth, a collective by the ring formula over its link, with a tree's number of latencies. These shares,
+`PASSES` and the backward of attention (five products for two, FlashAttention-2, arXiv 2307.08691) are a first cut.
 """
 
 from dataclasses import dataclass
@@ -73,12 +74,12 @@ class Cost:
         passes = PASSES[op.name][op.phase == "backward"]
         return op.elements * passes * BYTES[self.high] / bandwidth + LAUNCH * op.calls
 
-    def message(self, message: Message, peers: list[int]) -> float:
-        """Seconds of one collective among `peers` (ranks of the job)."""
+    def message(self, message: Message) -> float:
+        """Seconds of one of a message's `times`."""
         if self.calibration:
             return at(_collective(self.calibration, message.collective), message.bytes)
-        link = self._link(peers)
         n = message.ranks
+        link = self._link(list(range(0, n * message.stride, message.stride)))
         steps = {"all_reduce": 2 * (n - 1), "p2p": 1}.get(message.collective, n - 1)
         volume = message.bytes if message.collective == "p2p" else message.bytes * steps / n
         return volume / (link.bandwidth * LINK_EFFICIENCY) + link.latency * min(steps, 2 * int(np.log2(n) + 1))
@@ -94,7 +95,7 @@ class Cost:
 
 
 def at(curve: Curve, size: float) -> float:
-    """Seconds at a size: linear between measured points; beyond them at the rate of the outermost two or the last."""
+    """Seconds at a size: linear between measured points, constant below the first, at the last one's rate beyond."""
     sizes, seconds = np.asarray(curve.size), np.asarray(curve.seconds)
     if size <= sizes[0]:
         return float(seconds[0])

@@ -6,7 +6,6 @@ differentiated, and parameters and gradients lie gathered for a moment. Fragment
 """
 
 from greylag.spec.job import Job
-from greylag.spec.precision import BYTES
 from greylag.spec.work import (
     distinct_layers,
     kept_by_head,
@@ -23,7 +22,7 @@ MOMENTS = 8
 
 
 def predict_memory(job: Job) -> dict[str, float]:
-    """Peak bytes of the first pipeline stage's rank by pool (`spec.step.POOLS`)."""
+    """Peak bytes of a rank of an average stage by pool (`spec.step.POOLS`)."""
     mine = rank_parameters(job, sharded=job.strategy.zero > 0)
     return {
         "parameters": 4 * mine,
@@ -62,15 +61,14 @@ def _gathered(job: Job) -> float:
     s = job.strategy
     if s.zero == 0:
         return 0.0
-    share = (4 if job.cluster.device.kind == "cpu" else BYTES[job.precision.high]) / 4
     sizes = [sum(size for n, size in unit_bytes(unit, s).items() if n > 1) for unit in units(job.model)]
     # An average stage holds 1/pp of each unit in `unit_bytes`; what is gathered at once is one whole layer.
-    largest, outer = max(sizes[:-1]) * s.pp, sizes[-1]
+    largest, outer = max(sizes[:-1]) * s.pp, sizes[-1]  # parameters of this layer and the next, gradients of this one
     if s.zero == 3:
-        return share * (outer + 2 * largest) + largest
+        return outer + 3 * largest
     if s.zero == 1 and job.num_micro_batches > 1:
-        return share * sum(sizes) + sum(sizes)
-    return share * sum(sizes) + largest
+        return 2 * sum(sizes)
+    return sum(sizes) + largest
 
 
 def _in_reduce(job: Job, gradients: float) -> float:

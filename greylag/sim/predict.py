@@ -1,8 +1,8 @@
 """Predict: a job becomes a Step, in seconds by phase and bytes by pool.
 
-What is not modelled yet: overlap of tensor and expert communication with compute, uneven stages, expert imbalance,
-recompute. Data-parallel communication hides behind compute on an accelerator and is fully exposed on CPUs, where
-the same cores do both.
+What is not modelled yet: overlap of tensor, context and expert communication with compute, uneven stages, expert
+imbalance, recompute. Data-parallel communication hides behind compute on an accelerator and is fully exposed on CPUs,
+where the same cores do both.
 """
 
 from greylag.sim.cost import Cost
@@ -10,7 +10,6 @@ from greylag.sim.memory import predict_memory
 from greylag.sim.timeline import makespan
 from greylag.spec import Job, SpecError, Step
 from greylag.spec.cluster import Calibration
-from greylag.spec.grid import Grid
 from greylag.spec.schedule import one_f_one_b
 from greylag.spec.step import PHASES
 from greylag.spec.work import (
@@ -36,6 +35,11 @@ def predict(job: Job, calibration: Calibration | None = None) -> Step:
     """
     if job.cluster.is_local and calibration is None:
         raise SpecError("cluster 'local' is known by calibration alone: run `greylag calibrate`")
+    if job.cluster.is_local and calibration and calibration.num_ranks != job.strategy.world:
+        raise SpecError(
+            f"the calibration is of {calibration.num_ranks} ranks at once, the job runs {job.strategy.world}: "
+            f"run `greylag calibrate --ranks {job.strategy.world}`"
+        )
     cost = Cost(job.cluster, job.precision.high, calibration if job.cluster.is_local else None)
     forward, backward = _micro_batch(job, cost)
     m, pp = job.num_micro_batches, job.strategy.pp
@@ -44,10 +48,11 @@ def predict(job: Job, calibration: Calibration | None = None) -> Step:
     if pp > 1:
         span = makespan(one_f_one_b(pp, m), forward, backward, _transfer(job, cost))
         seconds["other"] += span - seconds["forward"] - seconds["backward"]
-    seconds["optimizer"] = cost.op(Op("adamw", "optimizer", rank_parameters(job)))
+    seconds["optimizer"] = cost.op(Op("adamw", "optimizer", rank_parameters(job, sharded=job.strategy.zero > 0)))
     for op in data_parallel_ops(job):
         seconds[op.phase] += cost.op(op)
-    wire = 0.0
+    tokens = job.strategy.micro_batch * job.sequence // job.strategy.cp
+    wire = m * sum(message.sent(gloo=False) for message in model_parallel_messages(job, tokens)) / pp
     for phase, exposed, size in _data_parallel(job, cost, seconds):
         seconds[phase] += exposed
         wire += size
@@ -84,9 +89,8 @@ def _micro_batch(job: Job, cost: Cost) -> tuple[float, float]:
             forward += cost.op(op)
         else:
             backward += cost.op(op)
-    grid = Grid.of(s)
     for message in model_parallel_messages(job, tokens):
-        each = message.times * cost.message(message, grid.peers(0, message.axis))
+        each = message.times * cost.message(message) if message.phase != "other" else 0.0
         if message.phase == "forward":
             forward += each
         else:
@@ -110,20 +114,16 @@ def _layer(job: Job, cost: Cost, layer: int, tokens: int) -> tuple[float, float]
 
 def _transfer(job: Job, cost: Cost) -> float:
     """Seconds to hand a micro-batch's activations to the next stage."""
-    grid = Grid.of(job.strategy)
-    message = next(
-        m for m in model_parallel_messages(job, job.strategy.micro_batch * job.sequence) if m.collective == "p2p"
-    )
-    return cost.message(message, grid.peers(0, "pp"))
+    tokens = job.strategy.micro_batch * job.sequence // job.strategy.cp
+    return cost.message(next(m for m in model_parallel_messages(job, tokens) if m.collective == "p2p"))
 
 
 def _data_parallel(job: Job, cost: Cost, seconds: dict[str, float]) -> list[tuple[str, float, float]]:
     """(phase, exposed seconds, bytes sent) by phase, of the collectives over parameters and gradients."""
-    grid = Grid.of(job.strategy)
     hides = job.cluster.device.kind != "cpu"
     total: dict[str, list[float]] = {}
     for message in data_parallel_messages(job):
-        each = message.times * cost.message(message, grid.peers(0, message.axis))
+        each = message.times * cost.message(message)
         entry = total.setdefault(message.phase, [0.0, 0.0])
         entry[0] += each
         entry[1] += message.sent(gloo=not hides)

@@ -179,6 +179,8 @@ def _model(job: Job) -> Iterator[Finding]:
         yield _error(
             "model.mla", "bias, qkv_bias, qk_norm, num_kv_heads and head_dim have no effect with MLA", "remove them"
         )
+    if model.bias and model.qkv_bias:
+        yield _error("model.qkv_bias", "has no effect beside bias, which puts one on every projection", "remove one")
     if model.moe and model.bias:
         yield _error("model.bias", "experts have no biases", "set bias = false")
     if model.moe:
@@ -228,6 +230,8 @@ def _grid(job: Job) -> Iterator[Finding]:
         )
     if (s.dp or 1) % s.replicas:
         yield _error("strategy.replicas", f"{s.replicas} does not divide dp {s.dp}", "choose a divisor")
+    if s.zero > 1 and s.shards * s.cp == 1:
+        yield _error("strategy.zero", f"{s.zero} has no effect: a replica has one data-parallel rank", "set zero = 1")
     if model.num_heads % s.tp:
         yield _error("strategy.tp", f"{s.tp} does not divide num_heads {model.num_heads}", "choose a divisor")
     elif not model.mla and max(model.kv_heads, s.tp) % min(model.kv_heads, s.tp):

@@ -1,8 +1,9 @@
 """Precision: the number format, granularity and timing of the scale for each operand of every matrix multiply.
 
 A linear layer is three GEMMs over three operands: forward (input x weight), input gradient (grad x weight) and
-weight gradient (grad x input). Everything outside those GEMMs runs in `high`. What stays out of FP8 by class of
-operator is stated once, in `HIGH_ROLES`.
+weight gradient (grad x input). Everything outside those GEMMs runs in `high`, or in FP32 where `role_table` says so:
+embedding, output head, gating, norms and the attention core keep their precision, as in DeepSeek-V3 (arXiv 2412.19437,
+section 3.3.1).
 """
 
 from typing import Literal
@@ -69,11 +70,6 @@ class Precision(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.input.is_fp8 and self.weight.is_fp8:
             return "fp8"
         return "bf16" if "bf16" in (self.input.format, self.weight.format) else "fp32"
-
-
-HIGH_ROLES = ("embedding", "head", "norm", "router", "bias", "position")
-"""Roles of weights (`spec.parts`) that no recipe quantizes: DeepSeek-V3 (arXiv 2412.19437, section 3.3.1) keeps
-embedding, output head, gating, normalization and the attention core in their original precision."""
 
 
 def role_table(precision: Precision) -> list[tuple[str, str]]:

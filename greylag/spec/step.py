@@ -19,7 +19,7 @@ moments; and everything that comes and goes within a step (saved activations, ga
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One step of one run. Seconds and bytes are those of the slowest and fullest rank."""
+    """One step of one run. Seconds and bytes: rank 0's if measured, those of an average stage's rank if predicted."""
 
     source: Literal["predicted", "measured"]
     number: int = 0

@@ -23,8 +23,8 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ep: int = 1
     """Expert-parallel degree; its groups are taken from the ranks of dp, cp and tp inside a replica."""
     zero: Literal[0, 1, 2, 3] = 1
-    """What the dp ranks of a replica shard (ZeRO, arXiv 1910.02054): 1 the optimizer state, 2 also the
-    gradients, 3 also the parameters."""
+    """What the dp ranks of a replica shard within a step (ZeRO, arXiv 1910.02054): 1 the optimizer state, 2 also the
+    gradients, 3 also the parameters. Between steps parameters rest as shards at every level but 0."""
     micro_batch: int = 1
     """Sequences per rank in one forward."""
     schedule: Literal["1f1b"] = "1f1b"

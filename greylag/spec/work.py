@@ -50,12 +50,14 @@ class Message(NamedTuple):
 
     name: str
     collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"]
-    axis: Literal["dp", "replica", "tp", "ep", "pp"]
+    axis: Literal["dp", "replica", "tp", "ep", "cp", "pp"]
     bytes: float
     """Of the whole tensor: gathered, or before scattering."""
     ranks: int
     times: int = 1
     phase: Literal["forward", "backward", "reduce", "optimizer", "other"] = "other"
+    stride: int = 1
+    """Distance between its ranks' numbers."""
 
     def sent(self, gloo: bool) -> float:
         """Bytes that a rank sends in all of them, by the ring algorithm.
@@ -132,9 +134,10 @@ def distinct_layers(model: Model) -> list[tuple[int, int]]:
 def layer_ops(model: Model, precision: Precision, layer: int, tokens: int, tp: int = 1, ep: int = 1) -> Iterator[Op]:
     """The memory-bound operators of one layer, forward and backward, for `tokens` tokens."""
     D, H = model.hidden_size, model.num_heads // tp
-    for width in (D, D, *_inner_norms(model)):
+    yield from _both("norm", 2 * tokens * D // tp, 2)  # norms and residuals are cut along the sequence
+    yield from _both("residual", 2 * tokens * D // tp, 2)
+    for width in _inner_norms(model):
         yield from _both("norm", tokens * width)
-    yield from _both("residual", 2 * tokens * D, 2)
     rotary = (H + 1) * model.mla.qk_rope_head_dim if model.mla else (H + model.kv_heads // tp) * model.qk_head_dim
     if model.position == "rope":
         yield from _both("rope", tokens * rotary)
@@ -233,25 +236,29 @@ def unit_bytes(unit: list[Part], strategy: Strategy, width: int = 4) -> dict[int
 def data_parallel_messages(job: Job) -> Iterator[Message]:
     """Collectives over parameters and gradients in one step (`parallel.data` states the rule of each ZeRO level)."""
     s, groups = job.strategy, units(job.model)
-    width = BYTES[job.precision.high] if job.cluster.device.kind != "cpu" else 4
     for number, unit in enumerate(groups):
         for n, size in unit_bytes(unit, s).items():
             if n > 1:
-                yield from _shard_messages(job, n, size, size * width / 4, number == len(groups) - 1)
+                yield from _shard_messages(job, n, size, number == len(groups) - 1)
     if s.replicas > 1:
-        shard = sum(size / n for unit in groups for n, size in unit_bytes(unit, s).items())
+        sharded = s.zero > 0
+        shard = sum(size / (n if sharded else 1) for unit in groups for n, size in unit_bytes(unit, s).items())
         yield Message("gradients", "all_reduce", "replica", shard, s.replicas, 1, "reduce")
 
 
-def _shard_messages(job: Job, n: int, reduced: float, gathered: float, is_root: bool) -> Iterator[Message]:
-    zero, m = job.strategy.zero, job.num_micro_batches
+def _shard_messages(job: Job, n: int, size: float, is_root: bool) -> Iterator[Message]:
+    """Of one unit among the `n` ranks that shard it. Parameters are gathered in FP32, gradients reduced in FP32."""
+    zero, m, dense = job.strategy.zero, job.num_micro_batches, job.strategy.shards * job.strategy.cp
+    message = functools.partial(
+        Message, axis="dp", bytes=size, ranks=n, stride=job.strategy.tp if n == dense else job.strategy.ep
+    )
     if zero == 0:
-        yield Message("gradients", "all_reduce", "dp", reduced, n, 1, "reduce")
+        yield message("gradients", "all_reduce", times=1, phase="reduce")
         return
-    yield Message("parameters", "all_gather", "dp", gathered, n, m if zero == 3 else 1, "forward")
+    yield message("parameters", "all_gather", times=m if zero == 3 else 1, phase="forward")
     if zero == 3 and not is_root:
-        yield Message("parameters", "all_gather", "dp", gathered, n, m, "backward")
-    yield Message("gradients", "reduce_scatter", "dp", reduced, n, m if zero >= 2 else 1, "backward")
+        yield message("parameters", "all_gather", times=m, phase="backward")
+    yield message("gradients", "reduce_scatter", times=m if zero >= 2 else 1, phase="backward")
 
 
 def data_parallel_ops(job: Job) -> Iterator[Op]:
@@ -264,7 +271,7 @@ def data_parallel_ops(job: Job) -> Iterator[Op]:
 
 
 def model_parallel_messages(job: Job, tokens: int) -> Iterator[Message]:
-    """Collectives of one micro-batch of `tokens` tokens over tp, ep and pp.
+    """Messages of one micro-batch of `tokens` tokens of a rank over tp, cp, ep and pp, of all stages together.
 
     Tensor parallelism with sequence parallelism (arXiv 2205.05198) gathers and scatters activations once around
     attention and once around the feed-forward layer, in each direction; experts receive and return their tokens, each
@@ -274,15 +281,21 @@ def model_parallel_messages(job: Job, tokens: int) -> Iterator[Message]:
     activation = float(tokens * model.hidden_size * width)
     if s.tp > 1:
         for phase in DIRECTIONS:
-            yield Message("activations", "all_gather", "tp", activation, s.tp, 2 * model.num_layers, phase)
-            yield Message("activations", "reduce_scatter", "tp", activation, s.tp, 2 * model.num_layers, phase)
+            for collective in ("all_gather", "reduce_scatter"):
+                yield Message("activations", collective, "tp", activation, s.tp, 2 * model.num_layers, phase)
+    if s.cp > 1:
+        width_of_heads = (model.kv_heads if not model.mla else model.num_heads) * (model.qk_head_dim + model.v_head_dim)
+        size = float(tokens * s.cp * width_of_heads // s.tp * width)
+        yield Message("keys and values", "all_gather", "cp", size, s.cp, model.num_layers, "forward", s.tp)
+        yield Message("keys and values", "reduce_scatter", "cp", size, s.cp, model.num_layers, "backward", s.tp)
     if s.ep > 1 and model.moe:
         for phase in DIRECTIONS:
             reach = min(model.moe.top_k, model.moe.top_k_groups) if model.moe.num_groups > 1 else model.moe.top_k
             size = activation * reach / s.tp
             yield Message("tokens", "all_to_all", "ep", size, s.ep, 2 * model.num_moe_layers, phase)
     if s.pp > 1:
-        yield Message("activations", "p2p", "pp", activation / s.tp, 2, 0, "other")
+        stride = s.shards * s.cp * s.tp
+        yield Message("activations", "p2p", "pp", activation / s.tp, 2, 2, "other", stride)
 
 
 # --- bytes at rest and kept -----------------------------------------------------------------------------------------
@@ -298,15 +311,15 @@ def kept_bytes(model: Model, precision: Precision, layer: int, tokens: int, tp: 
     """Bytes of activations that one layer keeps for backward, without recompute, for `tokens` tokens of a rank."""
     D, b, moe = model.hidden_size, BYTES[precision.high], model.moe if model.is_moe_layer(layer) else None
     rows = padded_rows(model, tokens, ep) if moe else 0
-    kept = 2 * tokens * (D * b + 4.0) + _kept_by_attention(model, precision, tokens, tp)
+    kept = 2 * tokens * (D * b + 4.0) / tp + _kept_by_attention(model, precision, tokens, tp)
     linear = functools.partial(kept_of_input, precision)
     if moe is None:
         gated = model.activation == "swiglu"
         width = model.ffn_hidden_size // tp
         return kept + linear(tokens, D) + tokens * width * b * (2 if gated else 1) + linear(tokens, width)
-    kept += tokens * D * 4 + 12.0 * tokens * moe.num_experts
+    kept += tokens * D * 4 + 12.0 * tokens * moe.num_experts  # the router: its input; scores and choice per expert
     kept += linear(rows, D) + rows * 2 * moe.ffn_hidden_size // tp * b + linear(rows, moe.ffn_hidden_size // tp)
-    kept += tokens * moe.top_k * (D * b + 40)
+    kept += tokens * moe.top_k * (D * b + 24) + 8 * rows  # what experts returned; weights and rows, int64 and FP32
     if moe.num_shared_experts:
         width = moe.shared_ffn_hidden_size // tp
         kept += (linear(tokens, D) if precision.is_fp8 else 0) + tokens * 2 * width * b + linear(tokens, width)

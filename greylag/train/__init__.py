@@ -1,7 +1,8 @@
-"""Training: a job becomes measured Steps, on one process or many.
+"""Training: a job becomes measured Steps, on one process or many. `greylag train JOB` is the whole of it.
 
-from greylag.spec import load_job
-from greylag.train.launch import launch
+Its parts serve alone as well:
 
-launch(["train", "jobs/first_flight.toml"], num_ranks=2)   # what `greylag train` does
+    from greylag.train.data import Corpus, find_files
+
+    tokens = Corpus(find_files(["python-stdlib"]), sequence=256, seed=0).windows(first=0, count=4)  # (4, 257)
 """

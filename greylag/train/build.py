@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from greylag.model import Transformer
+from greylag.numerics.gemm import device_refusal
 from greylag.parallel import World, shard
 from greylag.spec import Job, SpecError
 from greylag.train.data import Corpus, find_files, require_text
@@ -35,8 +36,15 @@ def refuse(job: Job) -> None:
         faults.append(
             f"cluster: '{job.cluster.name}' is made of CUDA devices, and torch finds none here; use local-NxM"
         )
-    if job.cluster.device.kind == "musa" and not hasattr(torch, "musa"):
-        faults.append(f"cluster: '{job.cluster.name}' is made of MUSA devices, and torch_musa is not installed")
+    elif job.cluster.device.kind == "cuda" and job.precision.is_fp8:
+        blocks = job.precision.input.granularity != "tensor"
+        reason = device_refusal(blocks, torch.cuda.get_device_capability())
+        if reason:
+            faults.append(f"precision: {reason}; choose another precision")
+    if job.cluster.device.kind == "musa":
+        faults.append(
+            f"cluster: '{job.cluster.name}': training on MUSA devices has not been built yet; simulate takes it"
+        )
     if faults:
         raise SpecError(f"{job.name}: " + "\n".join(faults))
     require_text(job.run.data, job.sequence)
@@ -48,5 +56,5 @@ def build(job: Job, world: World) -> Flight:
     model = Transformer(job.model, job.precision)
     model.initialize(job.run.seed)
     model.to(world.device)
-    shard(model, list(model.layers), job.strategy.zero, model.high, world)
+    shard(model, list(model.layers), job.strategy.zero, world)
     return Flight(job, world, model, adamw(model, job.run), corpus)

@@ -170,7 +170,10 @@ def _seal(part: Path, rank: int) -> None:
     facts = {file.name: (file.stat().st_size, _checksum(file)) for file in files}
     seal = part / f"rank_{rank}.seal"
     temporary = seal.with_suffix(".tmp")
-    temporary.write_text(json.dumps(facts))
+    with open(temporary, "w") as file:
+        json.dump(facts, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, seal)
 
 

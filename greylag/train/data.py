@@ -89,7 +89,7 @@ def _matches(name: str) -> list[Path]:
     path = Path(name)
     if path.is_file():
         return [path]
-    pattern = str(path / "**" / "*") if path.is_dir() else name
+    pattern = f"{glob.escape(name)}/**/*" if path.is_dir() else name
     return sorted(p for p in map(Path, glob.glob(pattern, recursive=True)) if p.is_file())
 
 

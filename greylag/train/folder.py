@@ -15,9 +15,9 @@ from greylag.spec import Finding, Job, SpecError, Step
 
 STEPS, FINDINGS = "steps.jsonl", "findings.jsonl"
 _BEFORE_JOB = {".lock", "job.json.part"}
+"""What a run that was killed at once leaves in its folder."""
 STORE = ".store_"
 """Begins the name of a file store, through which ranks may meet before the first of them claims the folder."""
-"""What a run that was killed at once leaves in its folder."""
 _MAY_CHANGE = ("steps", "checkpoint_every", "keep_checkpoints", "tensorboard")
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -68,19 +69,27 @@ class ProgressHook:
 
 
 class TensorBoardHook:
-    """Scalars of each step as TensorBoard event files in `folder/tensorboard`."""
+    """Scalars of each step as a TensorBoard event file in `folder/tensorboard`.
+
+    Written at once and not through a queue, so that a full disk costs the scalars and not the run.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
 
-        # A queue without end: should the writer's thread die of a full disk, the run goes on.
-        self.writer = SummaryWriter(str(folder / "tensorboard"), max_queue=2**31)
+        self._events: Any = None
+        with contextlib.suppress(OSError):
+            (folder / "tensorboard").mkdir(exist_ok=True)
+            self._events = EventsWriter(str(folder / "tensorboard" / "events"))
 
     def before(self, number: int) -> None:
         """Nothing to write yet."""
 
     def after(self, step: Step) -> None:
         """Write a step."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
         values = {
             "train/loss": step.loss,
             "train/grad_norm": step.grad_norm,
@@ -91,15 +100,18 @@ class TensorBoardHook:
             "speed/utilization": step.utilization,
             **{f"seconds/{phase}": seconds for phase, seconds in step.seconds.items()},
         }
-        for name, value in values.items():
-            if value is not None:
-                self.writer.add_scalar(name, value, step.number)
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items() if value is not None]
+        event = Event(wall_time=step.time, step=step.number, summary=Summary(value=scalars))
+        with contextlib.suppress(OSError):
+            if self._events:
+                self._events.write_event(event)
+                self._events.flush()
 
     def failed(self, error: BaseException) -> None:
         """Keep what was written."""
-        self.close()
 
     def close(self) -> None:
-        """Write what is still queued, if the disk takes it."""
+        """Close the file."""
         with contextlib.suppress(OSError):
-            self.writer.close()
+            if self._events:
+                self._events.close()

@@ -2,7 +2,8 @@
 
 Under torchrun or srun the ranks exist already and say so in their environment. Otherwise `launch` starts the local
 ones with torchrun's own variables, holds their store, passes Ctrl-C on once, and ends them all if one fails. No
-rank ever hosts the store: torchrun's agent, this launcher or, under srun, a file in the run folder does.
+rank hosts the store: torchrun's agent, this launcher or, under srun, a file in the run folder does. Only where the
+agent hosts none (torchrun's static rendezvous) must rank 0.
 """
 
 import contextlib
@@ -33,6 +34,8 @@ LAUNCHED = "GREYLAG_LAUNCHED"
 FAULT = "fault"
 """Key of the store under which a rank that must end leaves the reason for the others."""
 STOPS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130
+"""Exit code of a run that was asked to stop and saved (128 + SIGINT)."""
 GRACE = 20.0
 """Seconds that ranks get to end by themselves after another one failed."""
 
@@ -67,12 +70,12 @@ def find_place(environ: Mapping[str, str], job: Job) -> Place | None:
             + environ.get("TORCHELASTIC_RUN_ID", "")
             + environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
-    elif "SLURM_PROCID" in environ and _number(environ, "SLURM_NTASKS", "1") > 1:
+    elif {"SLURM_PROCID", "SLURM_STEP_ID"} <= environ.keys() and _number(environ, "SLURM_NTASKS", "1") > 1:
         place = Place(
             rank=_number(environ, "SLURM_PROCID"),
             world=_number(environ, "SLURM_NTASKS"),
             local_rank=_number(environ, "SLURM_LOCALID", "0"),
-            local_world=_number(environ, "SLURM_NTASKS_PER_NODE", environ["SLURM_NTASKS"]),
+            local_world=int(environ.get("SLURM_TASKS_PER_NODE", environ["SLURM_NTASKS"]).split("(")[0].split(",")[0]),
             launcher="srun",
             attempt=".".join(environ.get(f"SLURM_{key}", "0") for key in ("JOB_ID", "STEP_ID", "RESTART_COUNT")),
         )
@@ -140,6 +143,8 @@ def _device(job: Job, place: Place) -> torch.device:
 
 
 def _store(job: Job, folder: RunFolder, place: Place) -> dist.Store:
+    if place.launcher == "torchrun" and job.run.store == "file" and place.world > 1 and place.attempt in ("0", "none0"):
+        raise SpecError('run.store = "file" needs a name of its own for each start: give torchrun an --rdzv-id')
     if place.launcher == "srun" or job.run.store == "file":
         folder.path.mkdir(parents=True, exist_ok=True)
         return dist.FileStore(str(folder.path / f"{STORE}{place.attempt}"), place.world)
@@ -233,7 +238,7 @@ def _await(ranks: list["subprocess.Popen[bytes]"]) -> int:
     """Wait for all ranks; once one fails, give the others a grace and end them."""
     failed, deadline = 0, float("inf")
     while any(rank.poll() is None for rank in ranks):
-        codes = [rank.returncode for rank in ranks if rank.returncode]
+        codes = [rank.returncode for rank in ranks if rank.returncode and rank.returncode != INTERRUPTED]
         if codes and not failed:
             failed, deadline = min(codes), time.monotonic() + GRACE  # a signal before what it made others say
         if time.monotonic() > deadline:

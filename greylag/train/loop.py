@@ -5,6 +5,7 @@ averages gradients over replicas and says whether a step counts. The loop fetche
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from greylag.model.moe import Router
 from greylag.numerics import Recipe
 from greylag.numerics.scaling import DelayedScale
 from greylag.parallel import average_unsharded, set_micro_batch
@@ -28,6 +28,9 @@ from greylag.train.optim import clip, learning_rate
 
 MEASURED_STEP = 3
 """The step whose memory is measured: the optimizer state exists, and what is made once has been made."""
+
+MOST_SKIPPED = 20
+"""A run ends after this many steps in a row that were not applied: it will not recover by itself."""
 
 
 class Hook(Protocol):
@@ -76,7 +79,7 @@ def fly(
     saver = Checkpointer(folder.checkpoints, world, run.keep_checkpoints)
     try:
         number = _resume(flight, saver)
-        saved = number
+        saved, skipped = number, 0
         while number < run.steps:
             number += 1
             for hook in hooks:
@@ -86,6 +89,11 @@ def fly(
                 folder.append(step)
             for hook in hooks:
                 hook.after(step)
+            skipped = skipped + 1 if step.skipped else 0
+            if skipped == MOST_SKIPPED:
+                raise SpecError(
+                    f"step {number}: {skipped} steps in a row were not applied; see {folder.path}/findings.jsonl"
+                )
             if stop or number == run.steps or (run.checkpoint_every and number % run.checkpoint_every == 0):
                 saver.save(flight.model, flight.optimizer, {"data": flight.corpus.fingerprint}, number)
                 saved = number
@@ -93,6 +101,7 @@ def fly(
                 break
         assert saved == number
         saver.wait()
+        world.all_reduce(torch.zeros(1, device=world.device))  # nobody leaves before the checkpoint is committed
         return number
     except BaseException as error:
         for hook in hooks:
@@ -143,8 +152,8 @@ def _step(
     _close_step(flight, applied)
     facts = torch.tensor([loss, float(control.stop)], dtype=torch.float64, device=world.device)
     total, stops = (world.all_reduce(facts) / world.grid.world).tolist()
-    if seen and not applied:
-        _report_nonfinite(seen, number, world.rank, folder)
+    if not applied and (seen or world.is_first):
+        folder.append(_why_skipped(seen, float(norm), number, world.rank))
     return (
         Step(
             source="measured",
@@ -188,7 +197,7 @@ def _accumulate(flight: Flight, number: int, clock: Clock) -> float:
 def _close_step(flight: Flight, applied: bool) -> None:
     """Move on what follows the step and not the gradient: delayed scales and the experts' balancing bias."""
     world = flight.world
-    routers = [m for m in flight.model.modules() if isinstance(m, Router)]
+    routers = flight.model.routers()
     if routers:
         loads = world.all_reduce(torch.stack([r.load for r in routers]))
         for router, load in zip(routers, loads, strict=True):
@@ -212,13 +221,24 @@ def _nonfinite(model: torch.nn.Module) -> list[str]:
     return seen
 
 
-def _report_nonfinite(seen: list[str], number: int, rank: int, folder: RunFolder) -> None:
-    finding = Finding(
+def _why_skipped(seen: list[str], norm: float, number: int, rank: int) -> Finding:
+    """The finding of a step that was not applied: what this rank saw of the cause."""
+    where = ", ".join(seen[:3]) + (f" and {len(seen) - 3} more" if len(seen) > 3 else "")
+    if seen:
+        what, advice = (
+            "Inf or NaN in an operand of a GEMM",
+            "look at the layer's activations, or lower the learning rate",
+        )
+    elif math.isfinite(norm):
+        what, advice = "another rank or replica voted against the step", "look at the findings of the others"
+    else:
+        what, advice = "the gradient norm is not finite", "lower the learning rate or look at the data of this step"
+    return Finding(
         level="warning",
-        what="Inf or NaN in an operand of a GEMM: the step was not applied",
-        where=", ".join(seen[:3]) + (f" and {len(seen) - 3} more" if len(seen) > 3 else ""),
-        advice="lower the learning rate or look at the layer's activations",
+        what=f"{what}: the step was not applied",
+        where=where,
+        evidence=f"gradient norm {norm}",
+        advice=advice,
         rank=rank,
         step=number,
     )
-    folder.append(finding)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 from greylag.parallel import local
@@ -100,20 +99,13 @@ def _bytes(tensors: list[torch.Tensor]) -> float:
     return float(sum(storages.values()))
 
 
-def gather_free(model: nn.Module) -> None:
-    """Give gathered parameters back, so that what rests is only this rank's shards."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def sent_bytes() -> int:
     """Bytes that this process's TCP sockets have sent and seen acknowledged, from the kernel's counters (Linux).
 
     The sockets of gloo among them: the difference over a step is what really went over the wire, headers included.
     """
     total = 0
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue

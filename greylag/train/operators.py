@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from greylag.model.attention import attend
-from greylag.model.moe import Router, slots
+from greylag.model.moe import Router, dispatch, slots
 from greylag.model.norm import RMSNorm
 from greylag.model.rope import angles, rotate
 from greylag.numerics.formats import E4M3, decode
@@ -106,11 +106,10 @@ def _permute(n: int) -> tuple[Callable[[], Tensor], bool]:
     chosen = torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
     weights = torch.full((tokens, 2), 0.5)
     x = torch.randn(tokens, WIDTH, requires_grad=True)
-    index = torch.arange(tokens).repeat_interleave(2)
 
     def run() -> Tensor:
         rows, _, count = slots(chosen, 8)
-        there = x.new_zeros(count, WIDTH).index_copy(0, rows.flatten(), x.index_select(0, index))
+        there = dispatch(x, rows, count)
         back = there.index_select(0, rows.flatten()).view(tokens, 2, -1)
         return torch.bmm(weights.unsqueeze(1), back).squeeze(1)
 

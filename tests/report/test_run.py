@@ -126,7 +126,7 @@ def test_every_section_and_chart_is_there(folder: Path) -> None:
     for name in ("loss", "grad_norm", "phases", "step_time", "throughput", "pools"):
         assert f'id="{name}"' in html
     assert "No learning rate was recorded." in html
-    assert "the first 2 are left out as warm-up" in html
+    assert "the first 3 are left out as warm-up" in html
     assert "off by <b>−10.0%</b>" in html
 
 
