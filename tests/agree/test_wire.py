@@ -25,6 +25,7 @@ def fly(rank: int, world: int, job: Job, folder: str) -> None:
         (2, {"zero": 3}),
         (3, {"zero": 3}),
         (2, {"replicas": 2}),
+        (4, {"replicas": 2, "zero": 0}),
         (4, {"replicas": 2, "zero": 3}),
     ],
 )
