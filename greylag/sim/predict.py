@@ -9,6 +9,7 @@ from greylag.sim.cost import Cost
 from greylag.sim.memory import predict_memory
 from greylag.sim.timeline import makespan
 from greylag.spec import Job, SpecError, Step
+from greylag.spec.calibration import reference_job
 from greylag.spec.cluster import Calibration
 from greylag.spec.schedule import one_f_one_b
 from greylag.spec.step import PHASES
@@ -41,6 +42,31 @@ def predict(job: Job, calibration: Calibration | None = None) -> Step:
             f"run `greylag calibrate --ranks {job.strategy.world}`"
         )
     cost = Cost(job.cluster, job.precision.high, calibration if job.cluster.is_local else None)
+    seconds, wire = _add_up(job, cost)
+    if job.cluster.is_local and calibration:
+        seconds = _in_a_row(seconds, calibration, cost)
+    return Step(
+        source="predicted",
+        seconds=seconds,
+        bytes=predict_memory(job),
+        wire_bytes=wire,
+        tokens=job.tokens,
+        flops=step_flops(job),
+        peak_flops=peak_flops(job, calibration),
+    )
+
+
+def _in_a_row(seconds: dict[str, float], calibration: Calibration, cost: Cost) -> dict[str, float]:
+    """Correct a sum over operators by phase, as the calibration's reference step differs from its own sum."""
+    if not calibration.reference:
+        return seconds
+    alone, _ = _add_up(reference_job(calibration.num_ranks), cost)
+    row = calibration.reference
+    return {p: s * row[p] / alone[p] if alone[p] else s if p == "reduce" else row[p] for p, s in seconds.items()}
+
+
+def _add_up(job: Job, cost: Cost) -> tuple[dict[str, float], float]:
+    """Seconds by phase as the sum over operators and messages, and the bytes that a rank sends."""
     forward, backward = _micro_batch(job, cost)
     m, pp = job.num_micro_batches, job.strategy.pp
     seconds = dict.fromkeys(PHASES, 0.0)
@@ -56,15 +82,7 @@ def predict(job: Job, calibration: Calibration | None = None) -> Step:
     for phase, exposed, size in _data_parallel(job, cost, seconds):
         seconds[phase] += exposed
         wire += size
-    return Step(
-        source="predicted",
-        seconds=seconds,
-        bytes=predict_memory(job),
-        wire_bytes=wire,
-        tokens=job.tokens,
-        flops=step_flops(job),
-        peak_flops=peak_flops(job, calibration),
-    )
+    return seconds, wire
 
 
 def peak_flops(job: Job, calibration: Calibration | None = None) -> float:

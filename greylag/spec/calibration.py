@@ -12,6 +12,8 @@ import msgspec
 
 from greylag.spec.cluster import Calibration
 from greylag.spec.error import SpecError
+from greylag.spec.job import Job
+from greylag.spec.load import job_from
 
 
 def local_path() -> Path:
@@ -67,3 +69,20 @@ def save_local(calibration: Calibration) -> Path:
     except OSError as error:
         raise SpecError(f"{path}: cannot be written: {error.strerror}; set GREYLAG_HOME to a folder that can") from None
     return path
+
+
+def reference_job(num_ranks: int) -> Job:
+    """The small dense job of which a calibration measures whole steps.
+
+    Operators in a row cost more than each alone: memory is allocated, caches are cold, Python goes from one to the
+    next, ranks wait for each other. The simulator takes the ratio by phase from this job to any other.
+    """
+    table = {
+        "model": "llama-3-tiny",
+        "precision": {"preset": "fp8-block128", "high": "fp32"},
+        "cluster": f"local-{num_ranks}x1",
+        "sequence": 256,
+        "global_batch": 8 * num_ranks,
+        "strategy": {"dp": num_ranks, "micro_batch": 4, "zero": 3 if num_ranks > 1 else 1},
+    }
+    return job_from(table, "reference")

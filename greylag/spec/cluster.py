@@ -103,6 +103,8 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Seconds by number of elements, for each operator named in `spec.work`."""
     collectives: dict[str, Curve]
     """Seconds by bytes of the full (unsharded) tensor, over `num_ranks` ranks."""
+    reference: dict[str, float] = {}
+    """Seconds by phase of one whole step of `spec.calibration.reference_job`: what operators cost in a row."""
 
     @property
     def peak(self) -> float:

@@ -8,6 +8,7 @@ import datetime
 import functools
 import os
 import platform
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -21,12 +22,21 @@ import torch.multiprocessing as multiprocessing
 from rich.progress import Progress
 from torch import Tensor
 
-from greylag.spec.calibration import save_local
+from greylag.parallel import ReplicaCommit, World, start, stop
+from greylag.spec import Job
+from greylag.spec.calibration import reference_job, save_local
 from greylag.spec.cluster import Calibration, Curve, GemmPoint
+from greylag.spec.grid import Grid
+from greylag.spec.step import PHASES
+from greylag.train.build import build
+from greylag.train.folder import RunFolder
+from greylag.train.loop import MEASURED_STEP, Control, take_step
 from greylag.train.operators import Maker, operators
 
 GEMM_M, GEMM_NK = (64, 256, 1024, 4096), (128, 512, 2048)
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23, 1 << 25)
+STEPS, WARM_UP = 9, 2
+"""Steps of the reference job, and how many of them do not count."""
 MESSAGES = 9
 """How often a collective is measured; the first does not count."""
 CACHE_BYTES = 1 << 22
@@ -50,11 +60,12 @@ def _measure_all(rank: int, num_ranks: int, port: int) -> None:
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore("measure", store), rank=rank, world_size=num_ranks)
+    job = reference_job(num_ranks)
+    world = start(Grid.of(job.strategy), rank, dist.PrefixStore("measure", store), torch.device("cpu"))
     gemms = [(m, n, k) for m in GEMM_M for n in GEMM_NK for k in GEMM_NK]
     measured = list(operators())
     with Progress(disable=rank != 0, transient=True) as progress:
-        task = progress.add_task("measuring this machine", total=len(gemms) + len(measured) + 3)
+        task = progress.add_task("measuring this machine", total=len(gemms) + len(measured) + 3 + STEPS)
         points = []
         for m, n, k in gemms:
             points.append(GemmPoint(m=m, n=n, k=k, seconds=_agreed(_gemm(m, n, k))))
@@ -68,13 +79,20 @@ def _measure_all(rank: int, num_ranks: int, port: int) -> None:
             if num_ranks > 1:
                 collectives[name] = _collective(name, num_ranks)
             progress.advance(task)
+        reference = _reference(job, world, lambda: progress.advance(task))
     if rank == 0:
-        store.set("calibration", _encoded(points, ops, collectives, num_ranks).decode())
+        store.set("calibration", _encoded(points, ops, collectives, reference, num_ranks).decode())
     dist.barrier()
-    dist.destroy_process_group()
+    stop(world)
 
 
-def _encoded(points: list[GemmPoint], ops: dict[str, Curve], collectives: dict[str, Curve], num_ranks: int) -> bytes:
+def _encoded(
+    points: list[GemmPoint],
+    ops: dict[str, Curve],
+    collectives: dict[str, Curve],
+    reference: dict[str, float],
+    num_ranks: int,
+) -> bytes:
     return msgspec.json.encode(
         Calibration(
             device=f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
@@ -84,6 +102,7 @@ def _encoded(points: list[GemmPoint], ops: dict[str, Curve], collectives: dict[s
             gemm=points,
             ops=ops,
             collectives=collectives,
+            reference=reference,
         )
     )
 
@@ -164,3 +183,14 @@ def _collective(name: str, num_ranks: int) -> Curve:
             times.append(time.perf_counter() - begin)
         seconds.append(_agreed(median(times[1:])))
     return Curve(size=[float(s) for s in MESSAGE_BYTES], seconds=seconds)
+
+
+def _reference(job: Job, world: World, advance: Callable[[], None]) -> dict[str, float]:
+    """Median seconds by phase of whole steps of a job."""
+    flight, commit = build(job, world), ReplicaCommit(world)
+    taken = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(MEASURED_STEP + 1, MEASURED_STEP + 1 + STEPS):
+            taken.append(take_step(flight, number, commit, Control(), 0.0, RunFolder(Path(folder)))[0])
+            advance()
+    return {phase: _agreed(median(step.seconds[phase] for step in taken[WARM_UP:])) for phase in PHASES}

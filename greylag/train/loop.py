@@ -84,7 +84,7 @@ def fly(
             number += 1
             for hook in hooks:
                 hook.before(number)
-            step, stop = _step(flight, number, commit, control, peak_flops, folder)
+            step, stop = take_step(flight, number, commit, control, peak_flops, folder)
             if world.is_first:
                 folder.append(step)
             for hook in hooks:
@@ -124,7 +124,7 @@ def _resume(flight: Flight, saver: Checkpointer) -> int:
     return step
 
 
-def _step(
+def take_step(
     flight: Flight, number: int, commit: Commit, control: Control, peak_flops: float, folder: RunFolder
 ) -> tuple[Step, bool]:
     """One optimizer step. Returns its record and whether some rank was asked to stop."""

@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import tiny_job
 
 from greylag.sim import predict
 from greylag.spec.calibration import load_local
 from greylag.spec.load import presets
+from jobs import tiny_job
 
 
 @pytest.fixture(scope="module")
