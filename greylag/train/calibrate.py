@@ -35,7 +35,7 @@ from greylag.train.operators import Maker, operators
 
 GEMM_M, GEMM_NK = (64, 256, 1024, 4096), (128, 512, 2048)
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23, 1 << 25)
-STEPS, WARM_UP = 9, 2
+STEPS, WARM_UP = 17, 2
 """Steps of the reference job, and how many of them do not count."""
 MESSAGES = 9
 """How often a collective is measured; the first does not count."""
