@@ -139,7 +139,8 @@ def main() -> None:
 
 
 def _fail(text: str) -> None:
-    rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    names = ("LOCAL_RANK", "RANK", "SLURM_LOCALID", "SLURM_PROCID")
+    rank = next((os.environ[name] for name in names if name in os.environ), "0")
     if rank == "0" or not rank.isdecimal() or sys.argv[1:2] != ["train"]:  # ranks share their faults: one a node speaks
         _say(text)
     sys.stdout.flush()

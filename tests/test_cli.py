@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from commands import environment, greylag, greylag_here, steps_of, write_job
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
@@ -128,7 +129,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         (["name=../elsewhere"], {}, "name: '../elsewhere' cannot name a run's folder"),
         ([], {"RANK": "0", "WORLD_SIZE": "3"}, "torchrun made this rank 0 of 3, the job needs 2 ranks"),
         ([], {"RANK": "zero", "WORLD_SIZE": "2"}, "RANK: 'zero' in the environment is not a number"),
-        ([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "srun made this rank 0 of 4"),
+        ([], {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}, "srun made this rank 0 of 4"),
         ([], ALONE, "torchrun made this rank 0 of 1"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import command, environment, greylag, greylag_here, steps_of, write_job
 
+from commands import command, environment, greylag, greylag_here, steps_of, write_job
 from greylag.spec import SpecError, load_job
 from greylag.train.checkpoint import checkpoints, verify
 from greylag.train.folder import RunFolder
