@@ -8,6 +8,7 @@ differentiated, and parameters and gradients lie gathered for a moment. Fragment
 from greylag.spec.job import Job
 from greylag.spec.work import (
     distinct_layers,
+    history_bytes,
     kept_by_head,
     kept_bytes,
     kept_of_input,
@@ -25,7 +26,7 @@ def predict_memory(job: Job) -> dict[str, float]:
     """Peak bytes of a rank of an average stage by pool (`spec.step.POOLS`)."""
     mine = rank_parameters(job, sharded=job.strategy.zero > 0)
     return {
-        "parameters": 4 * mine,
+        "parameters": 4 * mine + history_bytes(job),
         "gradients": 4 * mine,
         "optimizer": MOMENTS * mine,
         "activations": max(_in_backward(job, 4 * mine), _in_reduce(job, 4 * mine)),

@@ -307,6 +307,14 @@ def rank_parameters(job: Job, sharded: bool = True) -> float:
     return sum(held(p, job.strategy) / (shards_of(p, job.strategy) if sharded else 1) for p in every)
 
 
+def history_bytes(job: Job) -> float:
+    """Bytes of the amax histories and scales that delayed scaling keeps on each rank."""
+    p = job.precision
+    delayed = sum(o.is_fp8 and o.timing == "delayed" for o in (p.input, p.weight, p.grad))
+    linears = sum(part.is_gemm for part in parts(job.model))
+    return 4.0 * delayed * (p.amax_history + 1) * linears / job.strategy.pp
+
+
 def kept_bytes(model: Model, precision: Precision, layer: int, tokens: int, tp: int = 1, ep: int = 1) -> float:
     """Bytes of activations that one layer keeps for backward, without recompute, for `tokens` tokens of a rank."""
     D, b, moe = model.hidden_size, BYTES[precision.high], model.moe if model.is_moe_layer(layer) else None
