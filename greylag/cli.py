@@ -113,6 +113,60 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
+RunDirectory = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
+
+
+@app.command()
+def audit(run: RunDirectory) -> None:
+    """Hold what a run really multiplied, kept, stored and sent against its job.
+
+    From the run folder alone. Exit code 1 if anything differs, with the rows that do.
+    """
+    from greylag.report.audit import compare, read_audits
+    from greylag.report.rows import print_audit, verdict
+
+    job, audits = read_audits(run)
+    compared = [(one, compare(job, one)) for one in audits]
+    print_audit(job, *compared[-1])
+    for one, rows in compared[:-1]:
+        print(verdict(job, one, rows))
+    faults = [(one.step, row) for one, rows in compared for row in rows if row.fault]
+    for step, row in faults:
+        _say(f"step {step}: {row.where} {row.what}: {row.fault}")
+    if faults:
+        raise typer.Exit(1)
+
+
+@app.command()
+def advise(
+    run: RunDirectory,
+    budget: Annotated[float, typer.Option(help="Largest relative error of any operand.", min=0.001, max=1.0)] = 0.03,
+    each_layer: Annotated[bool, typer.Option("--each-layer", help="Decide layer by layer, not kind by kind.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the TOML here, not below.", show_default=False)] = None,
+) -> None:
+    """Propose the cheapest recipe for every layer, from a run's telemetry.
+
+    With reasons, and as TOML for the job file.
+    """
+    from greylag.report.advise import advise as decide
+    from greylag.report.advise import read_telemetry
+    from greylag.report.proposal import print_advice, propose
+    from greylag.spec import SpecError
+
+    job, telemetry = read_telemetry(run)
+    advice = decide(job, telemetry, budget, each_layer)
+    text = propose(job, advice)
+    print_advice(job, advice, [step.step for step in telemetry], budget)
+    if out is None:
+        print(f"\n{text}", end="")
+        return
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SpecError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
+    print(out)
+
+
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],

@@ -123,7 +123,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         (['run.data=["none.txt"]'], {}, "run.data: 'none.txt' matches no file"),
         (["sequence=2048", 'run.data=["small.toml"]'], {}, "bytes are fewer than one sequence of 2048"),
         ([f'run.data=["{"x" * 300}"]'], {}, "File name too long"),
-        (["strategy.dp=1", "strategy.tp=2"], {}, "training knows only dp so far"),
+        (["strategy.dp=1", "strategy.tp=2"], {}, "training knows only dp and ep so far"),
         (["cluster=h100-2x1"], {}, "torch finds none here"),
         (["model.vocab_size=100"], {}, "model.vocab_size: 100"),
         (["name=../elsewhere"], {}, "name: '../elsewhere' cannot name a run's folder"),

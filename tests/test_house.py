@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "greylag").rglob("*.py"))
-HEAVY = {"plotly", "torch", "tensorboardX", "importlib"}
+HEAVY = {"plotly", "torch", "tensorboardX", "importlib", "triton"}
 VAGUE = {"utils", "util", "common", "helpers", "helper", "base", "misc"}
 
 

@@ -4,55 +4,102 @@ Parameter names and shapes are those of `spec.parts`. Linear layers inside block
 router, softmax, embedding and head stay high. Shape suffixes: B batch, S sequence, D hidden, V vocabulary.
 """
 
+import contextlib
 import functools
+import zlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from greylag.model.attention import Attention, LinearFactory
+from greylag.model.attention import Attention
 from greylag.model.mla import MLAttention
 from greylag.model.mlp import GELU, SwiGLU
-from greylag.model.moe import MoEFeedForward, Router
+from greylag.model.moe import Exchange, MoEFeedForward, Router
 from greylag.model.norm import norm
 from greylag.model.rope import angles
-from greylag.numerics import Linear
+from greylag.numerics import Linear, Quantizer
 from greylag.spec.model import Model
 from greylag.spec.precision import Precision
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)).
 
-    def __init__(self, model: Model, precision: Precision, layer: int, linear: LinearFactory) -> None:
+    With `recompute` it keeps its input alone, and backward runs its forward again.
+    """
+
+    def __init__(
+        self, model: Model, precision: Precision, layer: int, exchange: Exchange | None, recompute: bool
+    ) -> None:
         super().__init__()
+        self.recompute = recompute
+        quantizer = functools.partial(_quantizer, model, precision, layer)
+        linear = functools.partial(_linear, model, precision, layer)
         self.attention_norm = norm(model, model.hidden_size)
-        self.attention = MLAttention(model, linear) if model.mla else Attention(model, linear)
+        attention = MLAttention if model.mla else Attention
+        self.attention = attention(model, linear, precision)
         self.ffn_norm = norm(model, model.hidden_size)
         if model.is_moe_layer(layer):
-            self.ffn: nn.Module = MoEFeedForward(model, precision, linear)
+            self.ffn: nn.Module = MoEFeedForward(model, precision, linear, quantizer, exchange)
+        elif model.activation == "swiglu":
+            self.ffn = SwiGLU(model.hidden_size, model.ffn_hidden_size, linear, model.bias, precision)
         else:
-            mlp = SwiGLU if model.activation == "swiglu" else GELU
-            self.ffn = mlp(model.hidden_size, model.ffn_hidden_size, linear, model.bias)
+            self.ffn = GELU(model.hidden_size, model.ffn_hidden_size, linear, model.bias)
 
     def forward(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         """One layer."""
+        if not self.recompute:
+            return self._layer(x_BSD, cos, sin)
+        passes = functools.partial(_first_and_second_pass, self)
+        y_BSD: Tensor = checkpoint(  # nothing in a layer's forward is random: no generator's state needs keeping
+            self._layer, x_BSD, cos, sin, use_reentrant=False, preserve_rng_state=False, context_fn=passes
+        )
+        return y_BSD
+
+    def _layer(self, x_BSD: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
         return x_BSD + self.ffn(self.ffn_norm(x_BSD))
 
 
-class Transformer(nn.Module):
-    """A decoder-only language model."""
+Pass = contextlib.AbstractContextManager[None]
 
-    def __init__(self, model: Model, precision: Precision) -> None:
+
+def _first_and_second_pass(layer: nn.Module) -> tuple[Pass, Pass]:
+    return contextlib.nullcontext(), _unobserved(layer)
+
+
+@contextlib.contextmanager
+def _unobserved(layer: nn.Module) -> Iterator[None]:
+    """Within, the layer is in eval mode: what its modules note of a forward, the first pass has noted."""
+    mode = layer.training
+    layer.eval()
+    try:
+        yield
+    finally:
+        layer.train(mode)
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model. `exchange` is where its experts live: all on this rank, if None.
+
+    In eval mode a forward leaves no trace: amax histories, loads of experts and counts of Inf and NaN stay.
+    """
+
+    def __init__(
+        self, model: Model, precision: Precision, exchange: Exchange | None = None, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self.high = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision.high]
-        linear = functools.partial(_linear, precision)
         self.embed = nn.Embedding(model.vocab_size, model.hidden_size)
         if model.position == "learned":
             self.position = nn.Embedding(model.max_sequence, model.hidden_size)
-        self.layers = nn.ModuleList(Block(model, precision, layer, linear) for layer in range(model.num_layers))
+        self.layers = nn.ModuleList(
+            Block(model, precision, layer, exchange, recompute) for layer in range(model.num_layers)
+        )
         self.norm = norm(model, model.hidden_size)
         self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         if model.tied_embeddings:
@@ -95,5 +142,18 @@ class Transformer(nn.Module):
                 weight.normal_(0.0, std, generator=generator)
 
 
-def _linear(precision: Precision, in_features: int, out_features: int, bias: bool) -> nn.Module:
-    return Linear(in_features, out_features, precision, bias)
+def _linear(
+    model: Model, precision: Precision, layer: int, name: str, in_features: int, out_features: int, bias: bool
+) -> Linear:
+    """A linear layer of a block, by the recipes of its name."""
+    gemms = precision.gemms(f"layers.{layer}.{name}", model.num_layers)
+    return Linear(in_features, out_features, gemms, bias, _seed(layer, name))
+
+
+def _quantizer(model: Model, precision: Precision, layer: int, name: str) -> Quantizer:
+    """What quantizes a layer that holds its weights elsewhere: the experts'."""
+    return Quantizer(precision.gemms(f"layers.{layer}.{name}", model.num_layers), _seed(layer, name))
+
+
+def _seed(layer: int, name: str) -> int:
+    return zlib.crc32(f"layers.{layer}.{name}".encode())

@@ -7,15 +7,18 @@ way the values are `code * scale_inv`, bit for bit (tests/numerics).
 Shape suffixes: M rows, K columns; tiles are (r, c), and scales have one entry per tile.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from greylag.numerics import device
 from greylag.numerics.formats import E4M3, ROUNDABLE, Format, coarsen_, decode, encode, pack, round_values
+from greylag.numerics.kernels import kernels
 from greylag.numerics.scaling import DelayedScale, scale_inv_from_amax
-from greylag.spec.precision import BLOCK, Granularity, ScaleKind
+from greylag.spec.precision import BLOCK, MX_BLOCK, Granularity, ScaleKind
 
 Tile = tuple[int, int]
 
@@ -42,8 +45,8 @@ class Quantized:
             if self.scale_inv is None:
                 self.values = self.codes.float()
             else:
-                values = decode(_tiled(self.codes, self.tile), _over_tiles(self.scale_inv))
-                self.values = _untiled(values, self.shape)
+                values = decode(tiled(self.codes, self.tile), over_tiles(self.scale_inv), self.fmt)
+                self.values = untiled(values, self.shape)
         return self.values
 
     def encoded(self) -> Tensor:
@@ -52,9 +55,14 @@ class Quantized:
             assert self.values is not None
             assert self.scale_inv is not None
             assert self.fmt is not None
-            scale = _over_tiles(self.scale_inv.reciprocal())
-            self.codes = _untiled(pack(_tiled(self.values, self.tile), self.fmt, scale), self.shape)
+            scale = over_tiles(self.scale_inv.reciprocal())
+            self.codes = untiled(pack(tiled(self.values, self.tile), self.fmt, scale), self.shape)
         return self.codes
+
+    @property
+    def tiles(self) -> str:
+        """What shares a scale, in the words of `spec.precision`; "none" for a plain cast."""
+        return "none" if self.scale_inv is None else tile_name(self.tile)
 
     def rows(self, start: int, count: int) -> "Quantized":
         """Rows `start` to `start + count`, as views; `start` lies on a tile's edge."""
@@ -84,13 +92,24 @@ class Quantized:
         )
 
 
-def tile_of(granularity: Granularity, along_rows: bool = True) -> Tile:
-    """Tile of a granularity; a 1x128 tile lies along the rows, or along the columns (128x1)."""
+def tile_of(granularity: Granularity, along_rows: bool = True, grouped: bool = False) -> Tile:
+    """Tile of a granularity; what lies along one dim lies along the rows, or along the columns (128x1).
+
+    A scale per column of a matrix that is `grouped` (several experts, one below the other) is held once for every
+    128 rows, since it may not reach over the edge of a group.
+    """
     if granularity == "tensor":
         return (0, 0)
     if granularity == "128x128":
         return (BLOCK, BLOCK)
-    return (1, BLOCK) if along_rows else (BLOCK, 1)
+    length = {"1x128": BLOCK, "1x32": MX_BLOCK, "row": BLOCK if grouped and not along_rows else 0}[granularity]
+    return (1, length) if along_rows else (length, 1)
+
+
+def tile_name(tile: Tile) -> str:
+    """`1x128` for (1, 128); `tensor`, `row` and `column` where a scale is for all of a dim."""
+    names = {(0, 0): "tensor", (1, 0): "row", (0, 1): "column"}
+    return names.get(tile, f"{tile[0]}x{tile[1]}")
 
 
 def quantize(
@@ -101,35 +120,65 @@ def quantize(
     delayed: DelayedScale | None = None,
     nonfinite: Tensor | None = None,
     turn: bool = False,
+    groups: Sequence[tuple[int, int]] = (),
+    noise: torch.Generator | None = None,
 ) -> Quantized:
     """Quantize FP32 or BF16 `x` (M, K) to `fmt`, one scale per tile.
 
     `delayed` supplies the scale of a whole tensor from earlier steps. `nonfinite` counts the tiles in which Inf or
     NaN was seen: a saturating cast would hide them. `turn` says that `x` holds values of `fmt` times powers of two,
-    quantized in other tiles, and is not needed any more.
+    quantized in other tiles, and is not needed any more. The tiles within each of `groups` (first row of tiles,
+    number of rows of tiles) share one scale per column. `noise` makes rounding stochastic.
     """
     shape = (x_MK.shape[0], x_MK.shape[1])
-    x = _tiled(x_MK.detach().float(), tile)
+    if delayed is None and noise is None and not groups and device.by_kernel(x_MK, "quantize"):
+        quantized = _by_kernel(x_MK.detach(), fmt, tile, kind, nonfinite)
+        if quantized is not None:
+            return quantized
+    x = tiled(x_MK.detach().float(), tile)
     magnitude = x.abs()
-    amax = _tile_amax(magnitude)
-    as_values = x.device.type == "cpu" and (amax.numel() == 0 or amax.max().item() < ROUNDABLE)
-    if nonfinite is not None and not as_values:
+    amax = tile_amax(magnitude)
+    for start, count in groups:
+        if count > 1:
+            amax[start : start + count] = amax[start : start + count].amax(0)
+    is_small = amax.numel() == 0 or (x.device.type == "cpu" and amax.max().item() < ROUNDABLE)  # and finite
+    as_values = is_small or fmt.dtype is None
+    if nonfinite is not None and not is_small:
         nonfinite += (~amax.isfinite()).sum()
     scale_inv = scale_inv_from_amax(amax, fmt, kind) if delayed is None else delayed.observe(amax).reshape(1, 1)
-    unit = _over_tiles(scale_inv)
+    unit = over_tiles(scale_inv)
+    drawn = None if noise is None else torch.rand(x.shape, generator=noise, device=x.device)
     if not as_values:
-        codes = encode(x * unit.reciprocal(), fmt)
-        return Quantized(shape, tile, scale_inv, codes=_untiled(codes, shape), fmt=fmt)
-    if delayed is not None or kind != "pow2" or _is_tiny(scale_inv, fmt):
-        scaled = x * unit.reciprocal()
-        if delayed is not None:
-            scaled.clamp_(-fmt.max, fmt.max)
-        values = round_values(scaled, fmt, scratch=magnitude, out=scaled).mul_(unit)
+        scaled = x * _inverse(unit)
+        if drawn is not None:
+            scaled = round_values(scaled.clamp_(-fmt.max, fmt.max), fmt, noise=drawn)
+        return Quantized(shape, tile, scale_inv, codes=untiled(encode(scaled, fmt), shape), fmt=fmt)
+    exact = kind in ("pow2", "mx-ceil") and delayed is None and drawn is None
+    if not exact or not is_small or _is_tiny(scale_inv, fmt):
+        scaled = (x * _inverse(unit)).clamp_(-fmt.max, fmt.max)
+        values = round_values(scaled, fmt, scratch=magnitude, out=scaled, noise=drawn).mul_(unit)
     elif turn and fmt is E4M3:
         values = coarsen_(x, unit)
     else:
         values = round_values(x, fmt, unit, scratch=magnitude)
-    return Quantized(shape, tile, scale_inv, values=_untiled(values, shape), fmt=fmt)
+    return Quantized(shape, tile, scale_inv, values=untiled(values, shape), fmt=fmt)
+
+
+def _by_kernel(x_MK: Tensor, fmt: Format, tile: Tile, kind: ScaleKind, nonfinite: Tensor | None) -> Quantized | None:
+    """The same bits from a kernel that reads `x` once; None where there is none for the tile or the format."""
+    if fmt.dtype is None or kind not in ("pow2", "fp32"):
+        return None
+    module, shape = kernels("quantize"), (x_MK.shape[0], x_MK.shape[1])
+    if tile == (1, BLOCK):
+        out = module.quantize_1x128(x_MK, fmt, kind, turned=False, nonfinite=nonfinite)
+        return Quantized(shape, tile, out.scale_inv, codes=out.codes, fmt=fmt)
+    if tile == (BLOCK, 1):
+        out = module.quantize_1x128(x_MK, fmt, kind, turned=True, nonfinite=nonfinite)
+        return Quantized(shape, tile, out.turned_scale_inv.t(), codes=out.turned.t(), fmt=fmt)
+    if tile == (BLOCK, BLOCK):
+        out = module.quantize_128x128(x_MK, fmt, kind, turned=False, nonfinite=nonfinite)
+        return Quantized(shape, tile, out.scale_inv, codes=out.codes, fmt=fmt)
+    return None
 
 
 def _is_tiny(unit: Tensor, fmt: Format) -> bool:
@@ -139,11 +188,15 @@ def _is_tiny(unit: Tensor, fmt: Format) -> bool:
 
 def cast(x_MK: Tensor, dtype: torch.dtype) -> Quantized:
     """`x` (M, K) in a format that needs no scale."""
-    x = x_MK.detach()
-    return Quantized((x.shape[0], x.shape[1]), (0, 0), None, codes=x.to(dtype))
+    return plain(x_MK.detach().to(dtype))
 
 
-def _tile_amax(magnitude: Tensor) -> Tensor:
+def plain(x_MK: Tensor) -> Quantized:
+    """`x` (M, K) as it is."""
+    return Quantized((x_MK.shape[0], x_MK.shape[1]), (0, 0), None, codes=x_MK)
+
+
+def tile_amax(magnitude: Tensor) -> Tensor:
     """Largest element of each tile of (row tiles, r, column tiles, c); NaN and Inf show."""
     rows, r, columns, c = magnitude.shape
     if magnitude.numel() == 0:
@@ -153,7 +206,7 @@ def _tile_amax(magnitude: Tensor) -> Tensor:
     return magnitude.amax(3).amax(1)
 
 
-def _tiled(x_MK: Tensor, tile: Tile) -> Tensor:
+def tiled(x_MK: Tensor, tile: Tile) -> Tensor:
     """View as (row tiles, r, column tiles, c), padded with zeros to whole tiles."""
     M, K = x_MK.shape
     rows, r = (-(-M // tile[0]), tile[0]) if tile[0] else (1, M)
@@ -163,10 +216,16 @@ def _tiled(x_MK: Tensor, tile: Tile) -> Tensor:
     return x_MK.contiguous().view(rows, r, columns, c)
 
 
-def _untiled(x: Tensor, shape: tuple[int, int]) -> Tensor:
+def untiled(x: Tensor, shape: tuple[int, int]) -> Tensor:
+    """The matrix (M, K) again, without the padding of its last tiles."""
     return x.view(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3])[: shape[0], : shape[1]]
 
 
-def _over_tiles(scale: Tensor) -> Tensor:
+def _inverse(unit: Tensor) -> Tensor:
+    """1 / `unit`, finite also where `unit` is so small a subnormal that it overflows."""
+    return unit.reciprocal().clamp_max_(torch.finfo(torch.float32).max)
+
+
+def over_tiles(scale: Tensor) -> Tensor:
     """View that broadcasts one factor per tile over a tiled matrix."""
     return scale[:, None, :, None]

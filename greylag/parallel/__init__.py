@@ -7,7 +7,22 @@ With any module `model` whose blocks are `layers`, and a torch.distributed store
     commit = ReplicaCommit(world)
 """
 
-from greylag.parallel.data import ReplicaCommit, average_unsharded, local, set_micro_batch, shard
+from greylag.parallel.data import ReplicaCommit, average_unsharded, let_go, set_micro_batch, shard
+from greylag.parallel.expert import AllToAll, spread
+from greylag.parallel.wire import first_row, local
 from greylag.parallel.world import World, start, stop
 
-__all__ = ["ReplicaCommit", "World", "average_unsharded", "local", "set_micro_batch", "shard", "start", "stop"]
+__all__ = [
+    "AllToAll",
+    "ReplicaCommit",
+    "World",
+    "average_unsharded",
+    "first_row",
+    "let_go",
+    "local",
+    "set_micro_batch",
+    "shard",
+    "spread",
+    "start",
+    "stop",
+]

@@ -10,7 +10,7 @@ when gradients are scattered. Level 0 shards nothing and averages gradients at t
     3      every forward and backward    reduce-scatter, every micro-batch
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,34 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from greylag.numerics import Quantizer
+from greylag.parallel.wire import Agreement, local, mark
 from greylag.parallel.world import World
 
 
-def shard(model: nn.Module, layers: Sequence[nn.Module], zero: int, world: World) -> None:
+def shard(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    zero: int,
+    world: World,
+    as_operands: Mapping[str, Quantizer] | None = None,
+) -> None:
     """Shard a model's parameters over the replica's dp ranks, one unit per layer and one for the rest.
 
-    They are gathered in FP32, the master copy, so that a layer quantizes the same numbers however it is sharded.
+    They are gathered in FP32, the master copy, so that a layer quantizes the same numbers however it is sharded; but
+    those named in `as_operands` as what their quantizer makes of them, which is the same bits (`parallel.wire`).
     """
     if zero == 0 or world.grid.dp == 1:
         return
     mesh = world.mesh()
+    names = mark(model, as_operands or {})
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    cut: set[nn.Parameter] = {p for p in model.parameters() if isinstance(p, DTensor)}  # `expert.spread` did
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=cut)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=cut)
+    if names:
+        Agreement(model, names, mesh.get_group())
 
 
 def set_micro_batch(model: nn.Module, zero: int, is_last: bool) -> None:
@@ -47,9 +60,11 @@ def set_micro_batch(model: nn.Module, zero: int, is_last: bool) -> None:
         model.set_reshard_after_backward(is_last)
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    return x.to_local() if isinstance(x, DTensor) else x
+def let_go(model: nn.Module) -> None:
+    """Shard again what a forward without a backward has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def average(gradients: Sequence[Tensor], group: Any, size: int) -> None:

@@ -5,7 +5,8 @@
 
     print(write_report(Path("runs/first_flight")))  # runs/first_flight/report.html
 
-It reads `job.json` and `steps.jsonl`, and `predicted.json` and `findings.jsonl` where they exist.
+It reads `job.json` and `steps.jsonl`, and where they exist `predicted.json`, `findings.jsonl`, `audit.jsonl` and
+`telemetry.jsonl`. `greylag audit` and `greylag advise` (`audit`, `advise`) read the last two and the job alone.
 """
 
 from greylag.report.record import RunRecord, read_record

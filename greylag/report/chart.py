@@ -1,8 +1,8 @@
 """Chart: a line chart and a bar chart in the one look that every page shares, as HTML without plotly.js.
 
-Colours mean the same everywhere: blue is measured, orange is predicted; both stand out from a light and from a
-dark page. Backgrounds are transparent, and text and grid take their colours from `page.css`, which follows the
-reader's colour scheme. The page itself inlines `plotly_js()` once.
+Colours mean the same everywhere: blue is measured, on held-out text green, orange is predicted; all stand out from a
+light and from a dark page. Backgrounds are transparent, and text and grid take their colours from `page.css`, which
+follows the reader's colour scheme. The page itself inlines `plotly_js()` once.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,16 @@ from greylag.report.curve import Curve, thin
 from greylag.report.quantity import finite
 from greylag.report.summary import Comparison
 
-MEASURED, PREDICTED, ALARM, QUIET = "#3483d1", "#d9822b", "#d64545", "#8a8f98"
+MEASURED, PREDICTED, HELD_OUT, ALARM, QUIET = "#3483d1", "#d9822b", "#2e9e6b", "#d64545", "#8a8f98"
 
 FEW = 30
 """Up to so many points are marked as points."""
 
-Look = Literal["measured", "raw", "predicted", "limit", "skipped"]
+Look = Literal["measured", "raw", "validation", "predicted", "limit", "skipped"]
 _LINES: dict[str, dict[str, Any]] = {
     "measured": {"line": {"color": MEASURED, "width": 1.8}},
     "raw": {"line": {"color": MEASURED, "width": 1}, "opacity": 0.5},
+    "validation": {"line": {"color": HELD_OUT, "width": 1.2}, "marker": {"color": HELD_OUT, "size": 6}},
     "predicted": {"line": {"color": PREDICTED, "width": 1.8, "dash": "dash"}},
     "limit": {"line": {"color": QUIET, "width": 1.2, "dash": "dot"}},
     "skipped": {"marker": {"color": ALARM, "size": 8, "symbol": "x-thin", "line": {"color": ALARM, "width": 1.8}}},
@@ -77,7 +78,7 @@ def lines(
         xaxis={"title": {"text": "step"}, "range": [first - margin, last + margin], "tickangle": 0, **steps},
         yaxis={"title": {"text": y_title}, **(y_axis or {})},
     )
-    return _html(figure, name, height=300)
+    return html(figure, name, height=300)
 
 
 def bars(name: str, content: Sequence[Comparison], x_title: str, divisor: float) -> str:
@@ -106,7 +107,7 @@ def bars(name: str, content: Sequence[Comparison], x_title: str, divisor: float)
         yaxis={"showgrid": False, "categoryorder": "array", "categoryarray": labels[::-1]},
         legend={"traceorder": "reversed"},
     )
-    return _html(figure, name, height=90 + 42 * len(content))
+    return html(figure, name, height=90 + 42 * len(content))
 
 
 def _mode(look: Look, curve: Curve) -> str:
@@ -114,7 +115,7 @@ def _mode(look: Look, curve: Curve) -> str:
     if look == "skipped":
         return "markers"
     few = sum(y is not None for y in curve.ys) <= FEW
-    return "lines+markers" if few and look in ("measured", "raw") else "lines"
+    return "lines+markers" if look == "validation" or (few and look in ("measured", "raw")) else "lines"
 
 
 def _short(value: float | None, divisor: float) -> float | None:
@@ -123,14 +124,15 @@ def _short(value: float | None, divisor: float) -> float | None:
     return None if value is None else float(f"{value / divisor:.6g}")
 
 
-def _html(figure: go.Figure, name: str, height: int) -> str:
+def html(figure: go.Figure, name: str, height: int, top: int = 8) -> str:
+    """A figure in the look of the page, `top` pixels of it for titles. `name` becomes the id of its element."""
     axis = {"zeroline": False, "automargin": True, "ticks": "", "showline": False, "title": {"standoff": 8}}
     figure.update_layout(
         template="none",
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": _FONT, "size": 12, "color": QUIET},
-        margin={"l": 8, "r": 8, "t": 8, "b": 8},
+        margin={"l": 8, "r": 8, "t": top, "b": 8},
         legend={
             "orientation": "h",
             "x": 0,
@@ -143,7 +145,7 @@ def _html(figure: go.Figure, name: str, height: int) -> str:
     )
     figure.update_xaxes(**axis)
     figure.update_yaxes(**axis)
-    html = plotly.io.to_html(
+    text = plotly.io.to_html(
         figure, config=_CONFIG, include_plotlyjs=False, full_html=False, div_id=name, default_height=f"{height}px"
     )
-    return str(html)
+    return str(text)

@@ -37,7 +37,7 @@ class Figure(NamedTuple):
 def figures(record: RunRecord, summary: Summary) -> dict[str, Figure | None]:
     """All charts of a run by name."""
     return {
-        "loss": _loss(summary),
+        "loss": _loss(record, summary),
         "grad_norm": _grad_norm(record, summary),
         "learning_rate": _learning_rate(record),
         "phases": _bars("phases", summary.phases, SECONDS, "time"),
@@ -67,22 +67,32 @@ def _trend(name: str, curve: Curve, summary: Summary) -> list[Line]:
     return [Line(name, curve, "raw"), Line("smoothed", Curve(curve.xs, smooth(curve.ys, summary.span)), "measured")]
 
 
-def _loss(summary: Summary) -> Figure | None:
+def _loss(record: RunRecord, summary: Summary) -> Figure | None:
     if summary.last_loss is None:
         return None
     at = dict(zip(summary.smoothed.xs, summary.smoothed.ys, strict=True))
     marks = Curve([s.number for s in summary.skipped], [at[s.number] for s in summary.skipped])
     content = [Line("loss", summary.loss, "raw"), Line("smoothed", summary.smoothed, "measured")]
+    if summary.validation.xs:
+        content.append(Line("validation", summary.validation, "validation"))
     drawn = thin(marks, MARKS)
     if marks.xs:
         content.append(Line("skipped step", drawn, "skipped"))
     note = f"Smoothed curves are exponential moving averages over {summary.span} steps."
+    if summary.validation.xs:
+        note += f" Validation: over {_validated(record)}, after the update of the step."
     if summary.skipped:
         note += f" Steps that skipped their update: {len(summary.skipped):,}"
         note += f", {len(drawn.xs)} of them marked." if len(drawn.xs) < len(marks.xs) else ", marked by crosses."
     if summary.num_lossless:
         note += f" Steps without a finite loss: {summary.num_lossless:,}, gaps in the raw curve."
     return Figure(lines("loss", content, "loss"), note)
+
+
+def _validated(record: RunRecord) -> str:
+    """Which text the validation loss is of."""
+    run, number = record.job.run, record.job.validation_sequences
+    return f"{number:,} sequences " + (f"of {', '.join(run.validation)}" if run.validation else "held out of the data")
 
 
 def _grad_norm(record: RunRecord, summary: Summary) -> Figure | None:

@@ -4,23 +4,27 @@ It lives here because the report is the reader of run folders; who wrote them (t
 somebody else's loop) does not matter. Nothing is computed here: medians and curves are `summary` and `curve`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from greylag.spec.audit import Audit
 from greylag.spec.error import SpecError
 from greylag.spec.finding import Finding
 from greylag.spec.job import Job
 from greylag.spec.step import Step
+from greylag.spec.telemetry import Telemetry
 
 JOB, STEPS, PREDICTED, FINDINGS = "job.json", "steps.jsonl", "predicted.json", "findings.jsonl"
+AUDIT, TELEMETRY = "audit.jsonl", "telemetry.jsonl"
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What the decoder raises on bytes that are no record; RecursionError where brackets nest a thousand deep."""
 
-T = TypeVar("T", Job, Step, Finding)
+T = TypeVar("T", Job, Step, Finding, Audit, Telemetry)
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class RunRecord:
     findings: list[Finding]
     folder: str
     """The folder's name."""
+    audits: Sequence[Audit] = ()
+    """In the order of writing."""
+    telemetry: Sequence[Telemetry] = ()
+    """Ascending by step, one per step."""
 
 
 def read_record(folder: Path) -> RunRecord:
@@ -44,25 +52,31 @@ def read_record(folder: Path) -> RunRecord:
     """
     if not folder.is_dir():
         raise SpecError(f"{folder}: no such run folder; give the folder that holds {JOB} and {STEPS}")
-    job = _read(folder / JOB, Job, f"give a run folder: it holds {JOB} and {STEPS}")
-    lines, unread_steps = _read_lines(folder / STEPS, Step)
+    job = read_one(folder / JOB, Job, f"give a run folder: it holds {JOB} and {STEPS}")
+    lines, unread_steps = read_lines(folder / STEPS, Step)
     steps = {step.number: step for step in lines if step.source == "measured"}
     if not steps:
         raise SpecError(f"{folder / STEPS}: holds no measured step; report a run that has finished at least one")
     predicted = None
     if (folder / PREDICTED).exists():
-        predicted = _read(folder / PREDICTED, Step, "predict the job again, or remove the file")
-    findings: list[Finding] = []
-    unread_findings: list[Finding] = []
-    if (folder / FINDINGS).exists():
-        findings, unread_findings = _read_lines(folder / FINDINGS, Finding)
+        predicted = read_one(folder / PREDICTED, Step, "predict the job again, or remove the file")
+    findings, unread_findings = _lines_if_there(folder / FINDINGS, Finding)
+    audits, unread_audits = _lines_if_there(folder / AUDIT, Audit)
+    telemetry, unread_telemetry = _lines_if_there(folder / TELEMETRY, Telemetry)
+    measured = {line.step: line for line in telemetry}
     return RunRecord(
         job=job,
         steps=[steps[number] for number in sorted(steps)],
         predicted=predicted,
-        findings=findings + unread_steps + unread_findings,
+        findings=findings + unread_steps + unread_findings + unread_audits + unread_telemetry,
         folder=folder.resolve().name,
+        audits=audits,
+        telemetry=[measured[number] for number in sorted(measured)],
     )
+
+
+def _lines_if_there(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
+    return read_lines(path, kind) if path.exists() else ([], [])
 
 
 def _bytes(path: Path, advice: str) -> bytes:
@@ -74,15 +88,24 @@ def _bytes(path: Path, advice: str) -> bytes:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
 
 
-def _read(path: Path, kind: type[T], advice: str) -> T:
+def read_job(folder: Path) -> Job:
+    """The job of a run folder. Raises SpecError if it has none."""
+    return read_one(folder / JOB, Job, f"give a run folder: it holds {JOB}")
+
+
+def read_one(path: Path, kind: type[T], advice: str) -> T:
+    """One struct from a file. Raises SpecError if it is not there or something else."""
     try:
         return msgspec.json.decode(_bytes(path, advice), type=kind)
     except UNREADABLE as error:
         raise SpecError(f"{path}: not a {kind.__name__} ({error}); {advice}") from None
 
 
-def _read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
-    """One struct per line, and a finding if lines before the last could not be read."""
+def read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
+    """One struct per line, and a finding if lines before the last could not be read.
+
+    Raises SpecError if the file cannot be read or no line of it can.
+    """
     decoder = msgspec.json.Decoder(kind)
     lines = [line for line in _bytes(path, "report a run that has written it").split(b"\n") if line.strip()]
     good: list[T] = []

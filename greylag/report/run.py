@@ -19,6 +19,7 @@ import msgspec
 from greylag.report import quantity
 from greylag.report.chart import MEASURED, PREDICTED, plotly_js
 from greylag.report.figures import figures
+from greylag.report.health import health
 from greylag.report.record import RunRecord, read_record
 from greylag.report.summary import Comparison, Summary, role_sizes, summarize
 from greylag.spec.error import SpecError
@@ -82,6 +83,7 @@ def render(record: RunRecord) -> str:
         tiles=_tiles(record, summary),
         basis=_basis(record, summary),
         figures=figures(record, summary),
+        health=health(record),
         precision=role_table(record.job.precision),
         roles=role_sizes(record.job),
         total=num_parameters(record.job.model),
@@ -148,9 +150,10 @@ def strategy_sentence(job: Job) -> str:
     cut = ", ".join(axes.values())
     sharding = f"; ZeRO-{s.zero}: {SHARDED[s.zero]} over {_num(s.shards, 'rank')}" if s.shards > 1 else ""
     pipeline = f"; pipeline schedule {s.schedule}" if s.pp > 1 else ""
+    recompute = "; backward runs each layer's forward again" if s.recompute == "full" else ""
     portion = f"{_num(job.num_micro_batches, 'micro-batch', 'es')} of {_num(s.micro_batch, 'sequence')} per rank"
     return (
-        f"{_num(s.world, 'rank')}{': ' + cut if cut else ', nothing is cut'}{sharding}{pipeline}. "
+        f"{_num(s.world, 'rank')}{': ' + cut if cut else ', nothing is cut'}{sharding}{pipeline}{recompute}. "
         f"{job.global_batch:,} × {job.sequence:,} = {job.tokens:,} tokens per step, in {portion}."
     )
 
@@ -188,6 +191,8 @@ def _tiles(record: RunRecord, summary: Summary) -> list[Tile]:
     rate: Callable[[float | None], str] = quantity.count
     last = next((y for y in reversed(summary.loss.ys) if y is not None), None)
     loss_note = f"smoothed; last {quantity.digits(last)}" if last is not None else "no finite loss"
+    if summary.validation.ys:
+        loss_note += f"; validation {quantity.digits(summary.validation.ys[-1])}"
     measured_memory = summary.memory.measured is not None
     return [
         Tile("Final loss", quantity.digits(summary.last_loss), note=loss_note),

@@ -64,6 +64,10 @@ def _model(job: Job) -> Table:
     table.add_row("model FLOPs per token, forward + backward", count(flops_per_token(job.model, job.sequence)))
     table.add_row("tokens per step", f"{job.tokens:,}")
     table.add_row("micro-batches per rank and step", f"{job.num_micro_batches:,}")
+    if job.strategy.recompute != "none":
+        table.add_row("recomputed in backward", "the forward of every layer")
+    if job.validation_sequences:
+        table.add_row(f"validation sequences, every {job.run.validate_every:,} steps", f"{job.validation_sequences:,}")
     return table
 
 

@@ -56,6 +56,8 @@ class Summary:
     """Of the step with the highest total."""
     loss: Curve
     smoothed: Curve
+    validation: Curve
+    """Validation loss at the steps that have one."""
     span: int
     """Steps that the smoothed loss looks back on."""
     skipped: list[Step]
@@ -92,6 +94,7 @@ def summarize(record: RunRecord) -> Summary:
         return Comparison(what, middle(steady, of), finite(of(predicted)) if predicted else None)
 
     losses = Curve([s.number for s in steps], [finite(s.loss) for s in steps])
+    validated = [(s.number, y) for s in steps if (y := finite(s.validation_loss)) is not None]
     smoothing = span(len(steps))
     return Summary(
         steady=steady,
@@ -106,6 +109,7 @@ def summarize(record: RunRecord) -> Summary:
         pools=[_peak(pool, fullest, predicted, lambda s, pool=pool: s.bytes.get(pool, 0.0)) for pool in POOLS],  # type: ignore[misc]
         loss=losses,
         smoothed=Curve(losses.xs, smooth(losses.ys, smoothing)),
+        validation=Curve([number for number, _ in validated], [y for _, y in validated]),
         span=smoothing,
         skipped=[s for s in steps if s.skipped],
         num_lossless=losses.ys.count(None),

@@ -13,8 +13,9 @@ import numpy as np
 from greylag.spec.cluster import Calibration, Cluster, Curve, Link
 from greylag.spec.error import SpecError
 from greylag.spec.grid import tier
+from greylag.spec.messages import Message
 from greylag.spec.precision import BYTES
-from greylag.spec.work import Gemm, Message, Op
+from greylag.spec.work import Gemm, Op
 
 GEMM_EFFICIENCY = 0.7
 """Share of dense peak that large GEMMs reach: the median of 219 shapes measured on A100 is 0.718 of 312 TFLOP/s

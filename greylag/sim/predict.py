@@ -1,8 +1,8 @@
 """Predict: a job becomes a Step, in seconds by phase and bytes by pool.
 
 What is not modelled yet: overlap of tensor, context and expert communication with compute, uneven stages, expert
-imbalance, recompute. Data-parallel communication hides behind compute on an accelerator and is fully exposed on CPUs,
-where the same cores do both.
+imbalance. Data-parallel communication hides behind compute on an accelerator and is fully exposed on CPUs, where the
+same cores do both.
 """
 
 from greylag.sim.cost import Cost
@@ -11,20 +11,18 @@ from greylag.sim.timeline import makespan
 from greylag.spec import Job, SpecError, Step
 from greylag.spec.calibration import reference_job
 from greylag.spec.cluster import Calibration
+from greylag.spec.messages import data_parallel_messages, data_parallel_ops, model_parallel_messages
 from greylag.spec.schedule import one_f_one_b
+from greylag.spec.shards import rank_parameters
 from greylag.spec.step import PHASES
 from greylag.spec.work import (
     Op,
     attention_flops,
-    data_parallel_messages,
-    data_parallel_ops,
     distinct_layers,
     head_gemm,
     layer_gemms,
     layer_ops,
-    model_parallel_messages,
     outer_ops,
-    rank_parameters,
     step_flops,
 )
 
@@ -93,13 +91,16 @@ def peak_flops(job: Job, calibration: Calibration | None = None) -> float:
 
 
 def _micro_batch(job: Job, cost: Cost) -> tuple[float, float]:
-    """Seconds of forward and backward of one micro-batch on one (average) stage."""
+    """Seconds of forward and backward of one micro-batch on one (average) stage.
+
+    Recompute runs the layers' forward in backward once more; that of their messages is in `spec.messages`.
+    """
     s, model = job.strategy, job.model
     tokens = s.micro_batch * job.sequence // s.cp
     forward = backward = 0.0
-    for layer, count in distinct_layers(model):
+    for layer, count in distinct_layers(model, job.precision):
         f, b = _layer(job, cost, layer, tokens)
-        forward, backward = forward + count * f, backward + count * b
+        forward, backward = forward + count * f, backward + count * (b + f if s.recompute == "full" else b)
     head = cost.gemm(head_gemm(model, tokens, s.tp), job.precision.high)
     forward, backward = forward + head, backward + 2 * head
     for op in outer_ops(model, tokens):
@@ -117,11 +118,14 @@ def _micro_batch(job: Job, cost: Cost) -> tuple[float, float]:
 
 
 def _layer(job: Job, cost: Cost, layer: int, tokens: int) -> tuple[float, float]:
-    s, model, dtype = job.strategy, job.model, job.precision.gemm_dtype
-    gemms = layer_gemms(model, layer, tokens, s.tp, s.ep)
-    linear = sum(cost.gemm(g, "fp32" if g.role == "router" else dtype) for g in gemms)
+    s, model = job.strategy, job.model
     core = attention_flops(model, job.sequence, tokens, s.tp)
-    forward, backward = linear + cost.attention(core, tokens, False), 2 * linear + cost.attention(core, tokens, True)
+    forward, backward = cost.attention(core, tokens, False), cost.attention(core, tokens, True)
+    for gemm in layer_gemms(model, layer, tokens, s.tp, s.ep):
+        recipes = job.precision.gemms(gemm.name.removesuffix(".weight"), model.num_layers)
+        dtypes = ["fp32"] * 3 if gemm.role == "router" else [recipe.gemm_dtype for recipe in recipes]
+        seconds = [cost.gemm(gemm, dtype) for dtype in dtypes]
+        forward, backward = forward + seconds[0], backward + seconds[1] + seconds[2]
     for op in layer_ops(model, job.precision, layer, tokens, s.tp, s.ep):
         if op.phase == "forward":
             forward += cost.op(op)

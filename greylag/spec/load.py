@@ -19,7 +19,7 @@ from greylag.spec.cluster import Cluster
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
 from greylag.spec.model import Model
-from greylag.spec.precision import Precision
+from greylag.spec.precision import Precision, Recipe
 
 PRESETS = Path(__file__).parent.parent / "presets"
 SECTIONS: dict[str, tuple[type, str]] = {
@@ -58,6 +58,7 @@ def job_from(table: dict[str, Any], name: str, where: str = "job") -> Job:
                 f"{where}: '{section}' is missing; name a preset ({', '.join(presets(folder))}) or write a table"
             )
         table[section] = _section(table[section], section, kind, folder, where)
+    _fill_recipes(table["precision"], where)
     _check_keys(table, Job, where, "")
     _check_range(table, where, "")
     _fill_degrees(table)
@@ -170,6 +171,24 @@ def _preset(name: str, folder: str, section: str, where: str) -> dict[str, Any]:
     return table
 
 
+def _fill_recipes(precision: dict[str, Any], where: str) -> None:
+    """Put the preset in the place of its name, where `precision.overrides` name one."""
+    overrides = precision.get("overrides", [])
+    if not isinstance(overrides, list) or not all(isinstance(o, dict) for o in overrides):
+        return  # msgspec says what is wrong
+    filled = []
+    for number, override in enumerate(overrides):
+        key, recipe = f"precision.overrides[{number}].recipe", override.get("recipe")
+        if isinstance(recipe, str):
+            preset = _preset(recipe, "precisions", key, where)
+            override = {**override, "recipe": {k: v for k, v in preset.items() if k in Recipe.__struct_fields__}}
+        elif isinstance(recipe, dict):
+            override = {**override, "recipe": {"name": "own-recipe", **recipe}}
+        filled.append(override)
+    if filled:
+        precision["overrides"] = filled
+
+
 def _host_memory_gib() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
@@ -198,10 +217,14 @@ def _check_keys(table: dict[str, Any], kind: type, where: str, prefix: str) -> N
         inner = _struct_in(fields[key])
         if inner and isinstance(value, dict):
             _check_keys(value, inner, where, f"{prefix}{key}.")
+        elif inner and isinstance(value, list):
+            for number, item in enumerate(value):
+                if isinstance(item, dict):
+                    _check_keys(item, inner, where, f"{prefix}{key}[{number}].")
 
 
 def _struct_in(hint: Any) -> type | None:
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType, tuple) else (hint,)
     return next((o for o in options if isinstance(o, type) and issubclass(o, msgspec.Struct)), None)
 
 
@@ -210,6 +233,9 @@ def _check_range(value: Any, where: str, key: str) -> None:
     if isinstance(value, dict):
         for name, inner in value.items():
             _check_range(inner, where, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _check_range(inner, where, f"{key}[{number}]")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SpecError(f"{where}: '{key}': a number beyond 64 bits; lower it")
 
@@ -253,6 +279,6 @@ def _in_words(fault: str, kind: type) -> str:
 
 def _choices(kind: Any, key: str) -> tuple[Any, ...]:
     """The values that a Literal field lets through."""
-    for name in key.split("."):
+    for name in re.sub(r"\[[^]]*\]", "", key).split("."):
         kind = get_type_hints(_struct_in(kind))[name]
-    return get_args(kind)
+    return get_args(get_args(kind)[0] if get_origin(kind) is tuple else kind)

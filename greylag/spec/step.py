@@ -37,6 +37,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     peak_flops: float = 0.0
     """FLOP/s that all ranks together could reach; 0 where unknown."""
     loss: float | None = None
+    validation_loss: float | None = None
+    """Mean loss over the validation sequences after this step's update; None where it was not evaluated. Evaluating
+    comes between steps: its time and bytes are in no field of a Step."""
     grad_norm: float | None = None
     learning_rate: float | None = None
     skipped: bool = False

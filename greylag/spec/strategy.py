@@ -27,6 +27,9 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gradients, 3 also the parameters. Between steps parameters rest as shards at every level but 0."""
     micro_batch: int = 1
     """Sequences per rank in one forward."""
+    recompute: Literal["none", "full"] = "none"
+    """What backward computes again instead of keeping it (arXiv 1604.06174): full keeps the input of each layer and
+    runs the layer's forward again. Losses keep their bits."""
     schedule: Literal["1f1b"] = "1f1b"
 
     @property

@@ -1,4 +1,5 @@
-"""The run folder: `job.json`, `steps.jsonl`, `findings.jsonl`, `predicted.json`, checkpoints. One run, one folder.
+"""The run folder: `job.json`, `steps.jsonl`, `findings.jsonl`, `audit.jsonl`, `telemetry.jsonl`, `predicted.json`,
+checkpoints. One run, one folder.
 
 Landing and the report read it and nothing else. A lock keeps a second run out while one is going on.
 """
@@ -12,13 +13,16 @@ from typing import IO
 import msgspec
 
 from greylag.spec import Finding, Job, SpecError, Step
+from greylag.spec.audit import Audit
+from greylag.spec.telemetry import Telemetry
 
 STEPS, FINDINGS = "steps.jsonl", "findings.jsonl"
+_NAMES = {Step: STEPS, Finding: FINDINGS, Audit: "audit.jsonl", Telemetry: "telemetry.jsonl"}
 _BEFORE_JOB = {".lock", "job.json.part"}
 """What a run that was killed at once leaves in its folder."""
 STORE = ".store_"
 """Begins the name of a file store, through which ranks may meet before the first of them claims the folder."""
-_MAY_CHANGE = ("steps", "checkpoint_every", "keep_checkpoints", "tensorboard")
+_MAY_CHANGE = ("steps", "checkpoint_every", "keep_checkpoints", "tensorboard", "telemetry_every")
 
 
 class RunFolder:
@@ -54,7 +58,7 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if "job.json" in names:
                 self._check_owner(job)
-            for name in (STEPS, FINDINGS):
+            for name in _NAMES.values():
                 _end_line(self.path / name)
         except BlockingIOError:
             raise SpecError(
@@ -82,9 +86,9 @@ class RunFolder:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SpecError(f"{path}: cannot be read: {error}; restore it or choose another --folder") from None
 
-    def append(self, record: Step | Finding) -> None:
-        """Add a line to the steps or findings, whole or not at all. Raises SpecError if it cannot."""
-        path = self.path / (STEPS if isinstance(record, Step) else FINDINGS)
+    def append(self, record: Step | Finding | Audit | Telemetry) -> None:
+        """Add a line to the file of its kind, whole or not at all. Raises SpecError if it cannot."""
+        path = self.path / _NAMES[type(record)]
         line = msgspec.json.encode(record) + b"\n"
         try:
             with open(path, "ab", buffering=0) as file:
@@ -125,10 +129,12 @@ def write_whole(path: Path, data: bytes) -> None:
 def _identity(job: Job) -> Job:
     """The job without what a resumed run may change."""
     defaults = {name: getattr(type(job.run)(), name) for name in _MAY_CHANGE}
+    defaults["validate_every"] = min(1, job.run.validate_every)  # whether, and not how often: that splits the text
     memory = msgspec.structs.replace(job.cluster.device, memory_gib=1.0)
     return msgspec.structs.replace(
         job,
         run=msgspec.structs.replace(job.run, **defaults),
+        strategy=msgspec.structs.replace(job.strategy, recompute="none"),
         cluster=msgspec.structs.replace(job.cluster, device=memory),
     )
 

@@ -27,6 +27,7 @@ class ProgressHook:
         self.console = console or Console()
         self.steps, self.every = steps, every
         self._bar: Progress | None = None
+        self._validation = ""
         if self.console.is_terminal:
             self._bar = Progress(
                 TextColumn("step"),
@@ -46,15 +47,18 @@ class ProgressHook:
         """Show a step."""
         used = f"  {step.utilization:.0%} of peak" if step.utilization else ""
         loss = "n/a" if step.loss is None else f"{step.loss:.4f}"
+        validated = step.validation_loss is not None
+        if validated or not self._bar:  # a bar goes on showing the last one
+            self._validation = f"  validation {step.validation_loss:.4f}" if validated else ""
         text = (
-            f"loss {loss}  {step.total_seconds:.2f} s  {scaled(step.tokens_per_second)}tok/s  "
+            f"loss {loss}{self._validation}  {step.total_seconds:.2f} s  {scaled(step.tokens_per_second)}tok/s  "
             f"{scaled(step.flops_per_second)}FLOP/s{used}{'  skipped' if step.skipped else ''}"
         )
         if self._bar:
             self._bar.update(self._task, completed=step.number, description=text)
             if step.number == self.steps:
                 self.close()
-        elif step.number % self.every == 0 or step.number in (1, self.steps):
+        elif validated or step.number % self.every == 0 or step.number in (1, self.steps):
             self.console.print(f"step {step.number:>{len(str(self.steps))}}/{self.steps}  {text}", highlight=False)
 
     def failed(self, error: BaseException) -> None:
@@ -92,6 +96,7 @@ class TensorBoardHook:
 
         values = {
             "train/loss": step.loss,
+            "validation/loss": step.validation_loss,
             "train/grad_norm": step.grad_norm,
             "train/learning_rate": step.learning_rate,
             "speed/step_seconds": step.total_seconds,

@@ -24,10 +24,12 @@ from greylag.parallel import ReplicaCommit, start, stop
 from greylag.parallel.world import TIMEOUT
 from greylag.spec import Job, SpecError
 from greylag.spec.grid import Grid
+from greylag.train.audit import AuditHook
 from greylag.train.build import build
 from greylag.train.folder import STORE, RunFolder
 from greylag.train.hooks import ProgressHook, TensorBoardHook
 from greylag.train.loop import Control, fly
+from greylag.train.telemetry import TelemetryHook
 
 LAUNCHED = "GREYLAG_LAUNCHED"
 """Set, to a word that no other start has, for ranks that `launch` started: the launcher holds the folder's lock."""
@@ -107,14 +109,19 @@ def run_rank(job: Job, folder: RunFolder, place: Place, peak_flops: float = 0.0)
     torch.manual_seed(job.run.seed)
     store = dist.PrefixStore(place.attempt, _store(job, folder, place))
     world = start(Grid.of(job.strategy), place.rank, store, device)
-    hooks: list[ProgressHook | TensorBoardHook] = []
+    hooks: list[ProgressHook | TensorBoardHook | AuditHook | TelemetryHook] = []
     if world.is_first:
         hooks.append(ProgressHook(job.run.steps))
         if job.run.tensorboard:
             hooks.append(TensorBoardHook(folder.path))
     try:
         with _listening() as control, _sharing_faults(store):
-            last = fly(build(job, world), folder, ReplicaCommit(world), hooks, control, peak_flops)
+            flight = build(job, world)
+            if world.is_first:
+                hooks.append(AuditHook(flight, folder))
+                if job.run.telemetry_every:
+                    hooks.append(TelemetryHook(flight, folder, job.run.telemetry_every))
+            last = fly(flight, folder, ReplicaCommit(world), hooks, control, peak_flops)
     finally:
         for hook in hooks:
             hook.close()

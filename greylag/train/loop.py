@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch.nn import functional as F
 
-from greylag.numerics import Recipe
+from greylag.numerics import Quantizer
 from greylag.numerics.scaling import DelayedScale
-from greylag.parallel import average_unsharded, set_micro_batch
+from greylag.parallel import average_unsharded, let_go, set_micro_batch
 from greylag.spec import Finding, SpecError, Step
 from greylag.spec.work import step_flops
 from greylag.train.build import Flight
@@ -85,6 +86,8 @@ def fly(
             for hook in hooks:
                 hook.before(number)
             step, stop = take_step(flight, number, commit, control, peak_flops, folder)
+            if run.validate_every and (number % run.validate_every == 0 or number == run.steps):
+                step = replace(step, validation_loss=validate(flight))
             if world.is_first:
                 folder.append(step)
             for hook in hooks:
@@ -95,7 +98,7 @@ def fly(
                     f"step {number}: {skipped} steps in a row were not applied; see {folder.path}/findings.jsonl"
                 )
             if stop or number == run.steps or (run.checkpoint_every and number % run.checkpoint_every == 0):
-                saver.save(flight.model, flight.optimizer, {"data": flight.corpus.fingerprint}, number)
+                saver.save(flight.model, flight.optimizer, flight.fingerprints, number)
                 saved = number
             if stop:
                 break
@@ -114,10 +117,11 @@ def _resume(flight: Flight, saver: Checkpointer) -> int:
     facts = saver.load(flight.model, flight.optimizer)
     if facts is None:
         return 0
-    if facts["data"] != flight.corpus.fingerprint:
-        raise SpecError(
-            "run.data: the text differs from what this run was trained on; restore it or choose another --folder"
-        )
+    for name, fingerprint in flight.fingerprints.items():
+        if facts[name] != fingerprint:
+            raise SpecError(
+                f"run.{name}: the text differs from what this run began with; restore it or choose another --folder"
+            )
     step = int(facts["step"])
     if step > flight.job.run.steps:
         raise SpecError(f"run.steps: {flight.job.run.steps}, but this run is at step {step} already; raise it")
@@ -176,22 +180,42 @@ def take_step(
 
 def _accumulate(flight: Flight, number: int, clock: Clock) -> float:
     """Forward and backward of every micro-batch; the mean loss of this rank."""
-    job, world = flight.job, flight.world
-    portions, size = job.num_micro_batches, job.strategy.micro_batch
-    first = (number - 1) * job.global_batch + world.grid.data_rank(world.rank) * portions * size
-    losses = torch.zeros((), device=world.device)
+    job, portions = flight.job, flight.job.num_micro_batches
+    losses = torch.zeros((), device=flight.world.device)
     for portion in range(portions):
         with clock.phase("data"):
-            tokens_BS = flight.corpus.windows(first + portion * size, size).to(world.device)
+            tokens_BS = flight.tokens(flight.corpus, number - 1, portion)
         set_micro_batch(flight.model, job.strategy.zero, portion == portions - 1)
         with clock.phase("forward"):
-            logits_BSV = flight.model(tokens_BS[:, :-1])
-            loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten()) / portions
-            del logits_BSV
+            loss = _mean_loss(flight.model, tokens_BS) / portions
         with clock.phase("backward"):
             loss.backward()
         losses += loss.detach()
     return float(losses)
+
+
+def _mean_loss(model: torch.nn.Module, tokens_BS: Tensor) -> Tensor:
+    """Cross-entropy of each next token, a scalar."""
+    logits_BSV = model(tokens_BS[:, :-1])
+    return F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+
+
+@torch.no_grad()
+def validate(flight: Flight) -> float:
+    """Mean loss over the validation sequences, shared out among the ranks as a global batch is.
+
+    Training does not notice: in eval mode the model leaves no trace, and its parameters rest as shards again.
+    """
+    run, world, model, text = flight.job.run, flight.world, flight.model, flight.validation
+    assert text
+    losses = torch.zeros((), dtype=torch.float64, device=world.device)
+    model.eval()
+    for batch in range(run.validation_batches):
+        for portion in range(flight.job.num_micro_batches):
+            losses += _mean_loss(model, flight.tokens(text, batch, portion))
+    model.train()
+    let_go(model)
+    return float(world.all_reduce(losses) / (run.validation_batches * flight.job.num_micro_batches * world.grid.world))
 
 
 def _close_step(flight: Flight, applied: bool) -> None:
@@ -215,8 +239,8 @@ def _nonfinite(model: torch.nn.Module) -> list[str]:
     """Layers whose operands held Inf or NaN in this step."""
     seen = []
     for name, module in model.named_modules():
-        if isinstance(module, Recipe) and module.nonfinite.item():
-            seen.append(name.removesuffix(".recipe"))
+        if isinstance(module, Quantizer) and module.nonfinite.item():
+            seen.append(name.removesuffix(".quantizer"))
             module.nonfinite.zero_()
     return seen
 

@@ -105,11 +105,11 @@ def _permute(n: int) -> tuple[Callable[[], Tensor], bool]:
     tokens = max(1, n // WIDTH // 2)
     chosen = torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
     weights = torch.full((tokens, 2), 0.5)
-    x = torch.randn(tokens, WIDTH, requires_grad=True)
+    x, here = torch.randn(tokens, WIDTH, requires_grad=True), torch.arange(tokens).repeat_interleave(2)
 
     def run() -> Tensor:
         rows, _, count = slots(chosen, 8)
-        there = dispatch(x, rows, count)
+        there = dispatch(x, here, rows.flatten(), count)
         back = there.index_select(0, rows.flatten()).view(tokens, 2, -1)
         return torch.bmm(weights.unsqueeze(1), back).squeeze(1)
 
@@ -132,7 +132,7 @@ def _attention(flops: int) -> tuple[Callable[[], Tensor], bool]:
     sequence, width = 256, 4 * (64 + 64)
     batch = max(1, round(flops / (width * sequence * (sequence + 1))))
     q, k, v = (torch.randn(batch, sequence, 4, 64, requires_grad=True) for _ in range(3))
-    return lambda: attend(q, k, v, 0.125), True
+    return lambda: attend(q, k, v, 0.125)[0], True
 
 
 def _quantize(name: str, n: int) -> tuple[Callable[[], Tensor], bool]:

@@ -1,4 +1,4 @@
-"""What autograd keeps of one layer for backward is what `spec.work` says it keeps."""
+"""What autograd keeps of one layer for backward is what `spec.kept` says it keeps."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ from msgspec.structs import replace
 
 from greylag.model import Transformer
 from greylag.model.rope import angles
+from greylag.spec.kept import kept_bytes
 from greylag.spec.load import load_preset
-from greylag.spec.work import distinct_layers, kept_bytes
+from greylag.spec.work import distinct_layers
 
 SEQUENCE, SEQUENCES = 256, 4
 

@@ -9,13 +9,18 @@ from torch.nn import functional as F
 
 from greylag.model.mlp import SwiGLU
 from greylag.model.moe import MoEFeedForward, Router, slots
-from greylag.numerics import Linear
+from greylag.numerics import Linear, Quantizer
 from greylag.spec.load import load_preset
 from greylag.spec.model import MoE
 
 DEEPSEEK = load_preset("model", "deepseek-v3-tiny")
 MIXTRAL = load_preset("model", "mixtral-tiny")
 FP32 = load_preset("precision", "fp32")
+
+
+def layers_in(precision):
+    """Factories of linear layers and quantizers, all at one precision."""
+    return lambda name, i, o, bias: Linear(i, o, precision, bias), lambda name: Quantizer(precision)
 
 
 def generator():
@@ -54,7 +59,7 @@ def test_slots_give_each_choice_its_own_row_in_its_experts_segment(data, num_exp
 
 @pytest.mark.parametrize("model", [DEEPSEEK, MIXTRAL], ids=["deepseek", "mixtral"])
 def test_output_is_that_of_a_loop_over_tokens(model):
-    layer = MoEFeedForward(model, FP32, lambda i, o, bias: Linear(i, o, FP32, bias))
+    layer = MoEFeedForward(model, FP32, *layers_in(FP32))
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.05, generator=generator())
     x = torch.randn(2, 9, model.hidden_size, generator=generator(), requires_grad=True)
@@ -155,10 +160,10 @@ def test_without_a_rate_there_is_no_bias():
 def test_fp8_stays_near_fp32():
     torch.manual_seed(0)
     how = msgspec.structs.replace(load_preset("precision", "fp8-block128"), high="fp32")
-    exact = MoEFeedForward(DEEPSEEK, FP32, lambda i, o, bias: Linear(i, o, FP32, bias))
+    exact = MoEFeedForward(DEEPSEEK, FP32, *layers_in(FP32))
     for weight in exact.parameters():
         torch.nn.init.normal_(weight, std=0.05, generator=generator())
-    layer = MoEFeedForward(DEEPSEEK, how, lambda i, o, bias: Linear(i, o, how, bias))
+    layer = MoEFeedForward(DEEPSEEK, how, *layers_in(how))
     layer.load_state_dict(exact.state_dict())
     assert isinstance(layer.shared, SwiGLU)
     x = torch.randn(2, 40, 256, generator=generator())

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from greylag.numerics import Linear, Recipe, grouped_linear, reference
+from greylag.numerics import Linear, Quantizer, grouped_linear, reference
 from greylag.spec.load import load_preset, presets
 
 PRECISIONS = presets("precisions")
@@ -38,7 +38,7 @@ def three_gemms(x, w, g, recipe, segments):
 
 def check(x, w, g, how, segments):
     """Our three GEMMs are the reference's; returns them."""
-    ours = three_gemms(x, w, g, Recipe(how), segments)
+    ours = three_gemms(x, w, g, Quantizer(how), segments)
     for result, exact in zip(ours, reference.linear(x, w, g, how, segments), strict=True):
         close(result, exact)
     return ours
@@ -85,7 +85,7 @@ def test_all_tokens_to_one_expert(name):
 @each_precision
 def test_no_tokens_at_all(name):
     y, dx, dw = three_gemms(
-        torch.zeros(0, 128), random(2, 64, 128), torch.zeros(0, 64), Recipe(precision(name)), [(0, 0), (0, 0)]
+        torch.zeros(0, 128), random(2, 64, 128), torch.zeros(0, 64), Quantizer(precision(name)), [(0, 0), (0, 0)]
     )
     assert y.shape == (0, 64)
     assert dx.shape == (0, 128)
@@ -97,9 +97,9 @@ def test_blocks_do_not_reach_into_the_next_expert():
     w = random(2, 70, 128)
     x, g = random(256, 128, seed=1), random(256, 70, seed=2)
     segments = [(0, 128), (128, 128)]
-    before = three_gemms(x, w, g, Recipe(how), segments)[0]
+    before = three_gemms(x, w, g, Quantizer(how), segments)[0]
     w[1] *= 1000
-    assert torch.equal(three_gemms(x, w, g, Recipe(how), segments)[0][:128], before[:128])
+    assert torch.equal(three_gemms(x, w, g, Quantizer(how), segments)[0][:128], before[:128])
 
 
 @pytest.mark.parametrize("high", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -107,7 +107,7 @@ def test_blocks_do_not_reach_into_the_next_expert():
 @each_precision
 def test_takes_the_place_of_torch_linear(name, bias, high):
     layer, plain = Linear(64, 48, load_preset("precision", name), bias), nn.Linear(64, 48, bias)
-    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "recipe" not in k})
+    plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "quantizer" not in k})
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0)).to(high).requires_grad_()
     y = layer(x)
     assert y.dtype == high
@@ -122,7 +122,7 @@ def test_takes_the_place_of_torch_linear(name, bias, high):
 @each_precision
 def test_one_weight_is_a_group_of_one(name):
     layer, x = Linear(256, 130, precision(name)), random(2, 96, 256)
-    expected = grouped_linear(x.flatten(0, 1), layer.weight[None], Recipe(precision(name)), [(0, 192)])
+    expected = grouped_linear(x.flatten(0, 1), layer.weight[None], Quantizer(precision(name)), [(0, 192)])
     assert torch.equal(layer(x), expected.view(2, 96, 130))
 
 
@@ -155,14 +155,14 @@ def test_fp32_keeps_all_of_the_input():
 
 @each_precision
 def test_no_gradient_where_none_is_wanted(name):
-    recipe = Recipe(precision(name))
+    recipe = Quantizer(precision(name))
     x, w, g = random(128, 128), random(1, 64, 128, seed=1), random(128, 64, seed=2)
     _, dx, dw = three_gemms(x, w, g, recipe, [(0, 128)])
     only_w = w.clone().requires_grad_()
-    grouped_linear(x, only_w, Recipe(precision(name)), [(0, 128)]).backward(g)
+    grouped_linear(x, only_w, Quantizer(precision(name)), [(0, 128)]).backward(g)
     assert torch.equal(only_w.grad, dw)
     only_x = x.clone().requires_grad_()
-    grouped_linear(only_x, w, Recipe(precision(name)), [(0, 128)]).backward(g)
+    grouped_linear(only_x, w, Quantizer(precision(name)), [(0, 128)]).backward(g)
     assert torch.equal(only_x.grad, dx)
 
 
@@ -172,10 +172,10 @@ def test_delayed_scales_come_from_the_last_step():
     first, second = random(64, 128), random(64, 128, seed=1) / 100
     layer(first).sum().backward()
     for role in ("input", "weight", "grad"):
-        getattr(layer.recipe, f"{role}_scale").roll()
+        getattr(layer.quantizer, f"{role}_scale").roll()
     amax = first.abs().max().item()
-    assert layer.recipe.quantize("input", second).scale_inv.item() == reference.scale_inv(
-        amax, layer.recipe.input_scale.fmt, "fp32"
+    assert layer.quantizer.quantize("forward", "input", second).scale_inv.item() == reference.scale_inv(
+        amax, layer.quantizer.input_scale.fmt, "fp32"
     )
 
 
@@ -184,12 +184,12 @@ def test_not_finite_is_counted_in_forward_and_backward():
     x = random(4, 128)
     x[0, 0] = float("inf")
     layer(x)
-    assert layer.recipe.nonfinite == 1
+    assert layer.quantizer.nonfinite == 1
     y = layer(random(4, 128).requires_grad_())
     g = torch.zeros_like(y)
     g[1, 1] = float("nan")
     y.backward(g)
-    assert layer.recipe.nonfinite > 1
+    assert layer.quantizer.nonfinite > 1
     assert layer.weight.grad.isnan().any()
 
 

@@ -7,6 +7,7 @@ from greylag.sim.cost import Cost, at
 from greylag.spec import SpecError
 from greylag.spec.cluster import Calibration, Curve, GemmPoint
 from greylag.spec.load import job_from
+from greylag.spec.messages import model_parallel_messages
 from greylag.spec.work import Gemm
 from jobs import tiny_job
 
@@ -82,3 +83,16 @@ def test_curves_interpolate_and_extend_by_rate() -> None:
 def test_a_missing_curve_asks_for_a_new_calibration() -> None:
     with pytest.raises(SpecError, match="greylag calibrate"):
         predict(tiny_job(), calibration())
+
+
+def test_recompute_runs_the_layers_forward_again_and_keeps_inputs_alone() -> None:
+    plain, again = predict(job()), predict(job(strategy={"tp": 2, "recompute": "full"}))
+    assert again.seconds["forward"] == plain.seconds["forward"]
+    extra = again.seconds["backward"] - plain.seconds["backward"]
+    assert 0.85 * plain.seconds["forward"] < extra < plain.seconds["forward"]  # all but embedding, head and loss
+    assert again.flops == plain.flops
+    assert again.bytes["activations"] < plain.bytes["activations"]
+    assert again.bytes == {**plain.bytes, "activations": again.bytes["activations"]}
+    messages = model_parallel_messages(job(), 8192)
+    sent = sum(m.sent(gloo=False) for m in messages if m.phase == "forward")
+    assert again.wire_bytes - plain.wire_bytes == pytest.approx(sent * job().num_micro_batches)

@@ -357,7 +357,6 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"model": {"moe": {"num_dense_layers": 5}}}, "model.moe.num_dense_layers"),
     ({"model": {"moe": {"num_experts": 0}}}, "model.moe.num_experts"),
     ({"precision": {"input": {"granularity": "128x128"}}}, "precision"),
-    ({"precision": {"weight": {"granularity": "1x128"}}}, "precision.weight"),
     ({"precision": {"input": TENSOR}}, "precision"),
     ({"precision": {"input": {"timing": "delayed"}}}, "precision.input"),
     ({"precision": {"input": {"format": "bf16"}}}, "precision.input"),
