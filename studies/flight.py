@@ -68,16 +68,34 @@ class Flight:
                                     cwd=ROOT, env=environment, stdout=log, stderr=log)  # fmt: skip
 
     def result(self) -> dict | None:
-        """Validation loss, skipped steps and the smoothed loss every 25 steps of a finished run; None of another."""
+        """Validation loss, skipped steps and the smoothed loss every 25 steps of a finished run; None of another.
+
+        A run that was recorded in the study's results counts as finished, wherever its folder is.
+        """
         path, validation = self.folder / "steps.jsonl", self.folder / "validation.json"
         if not validation.exists():
-            return None
+            return recorded(self.study).get(self.name)
         steps = {s.number: s for s in (msgspec.json.decode(line, type=Step) for line in path.read_bytes().splitlines())}
         losses = [steps[n].loss for n in range(1, self.steps + 1)]
         smooth = [sum(losses[max(0, n - 50) : n]) / min(n, 50) for n in range(25, self.steps + 1, 25)]
         return {"validation_loss": json.loads(validation.read_text()),
                 "skipped_steps": sum(s.skipped for s in steps.values()),
                 "train_loss_every_25": [round(x, 5) for x in smooth]}  # fmt: skip
+
+
+def recorded(study: str) -> dict[str, dict]:
+    """Results by the run's name, as `record` wrote them."""
+    path = HERE / f"{study.removeprefix('study_')}.json"
+    return json.loads(path.read_text())["runs"] if path.exists() else {}
+
+
+def record(flights: list[Flight], command: str) -> dict[str, dict]:
+    """Write the results of all finished runs beside this file; return them by the run's name."""
+    runs = {flight.name: result for flight in flights if (result := flight.result())}
+    steps, study = flights[0].steps, flights[0].study.removeprefix("study_")
+    whole = {"command": command, "steps": steps, "tokens_per_step": 512, "runs": runs}
+    (HERE / f"{study}.json").write_text(json.dumps(whole, indent=1).replace(",\n    ", ", ") + "\n")
+    return runs
 
 
 def text(part: str) -> Path:

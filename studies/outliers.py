@@ -6,11 +6,10 @@ Usage: outliers.py [--workers 2]
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from flight import DENSE_2M, Flight, fly, table
+from flight import DENSE_2M, Flight, fly, record, table
 from injected import inject
 
 HERE = Path(__file__).parent
@@ -35,9 +34,8 @@ def flight(recipe: str) -> Flight:
 
 def write() -> None:
     """Write what is known so far."""
-    rows = {recipe: result for recipe in RECIPES if (result := flight(recipe).result())}
-    record = {"command": "python studies/outliers.py", "steps": STEPS, "tokens_per_step": 512, "rows": rows}
-    (HERE / "outliers.json").write_text(json.dumps(record) + "\n")
+    runs = record([flight(recipe) for recipe in RECIPES], "python studies/outliers.py")
+    rows = {recipe: runs[name] for recipe in RECIPES if (name := flight(recipe).name) in runs}
     if "fp32" not in rows:
         return
     high = rows["fp32"]["validation_loss"]

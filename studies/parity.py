@@ -8,12 +8,11 @@ Usage: parity.py [--workers 2] [--only MODEL] [--recipes a,b]
 """
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from flight import DENSE_2M, SHAPE, Flight, fly, table
+from flight import DENSE_2M, SHAPE, Flight, fly, record, table
 
 HERE = Path(__file__).parent
 STEPS = 1000
@@ -62,10 +61,12 @@ def differences(rows: list[dict], model: str, recipe: str) -> list[float]:
 
 def write() -> None:
     """Write what is known so far."""
-    results = [((m, r, s), flight(m, r, s).result()) for m, r, s in plan()]
-    rows = [{"model": m, "recipe": r, "seed": s, **result} for (m, r, s), result in results if result]
-    record = {"command": "python studies/parity.py", "steps": STEPS, "tokens_per_step": 512, "rows": rows}
-    (HERE / "parity.json").write_text(json.dumps(record) + "\n")
+    runs = record([flight(*run) for run in plan()], "python studies/parity.py")
+    rows = [
+        {"model": m, "recipe": r, "seed": s, **runs[name]}
+        for m, r, s in plan()
+        if (name := flight(m, r, s).name) in runs
+    ]
     lines = ["| model | recipe | seeds | validation loss | against FP32: mean | by seed |", "|---|---|---|---|---|---|"]
     for model in MODELS:
         for recipe in RECIPES:

@@ -76,7 +76,7 @@ class QuantizedWeight(Tensor):
         def plain(x: Any) -> Any:
             if not isinstance(x, cls):
                 return x
-            return x.codes.new_empty(x.shape, dtype=x.dtype) if func in _ONLY_SHAPE else x.dequantize()
+            return x.codes.new_empty((), dtype=x.dtype).expand(x.shape) if func in _ONLY_SHAPE else x.dequantize()
 
         return func(*torch.utils._pytree.tree_map(plain, args), **torch.utils._pytree.tree_map(plain, kwargs or {}))
 

@@ -49,7 +49,8 @@ class WireForm:
         tiles = (shape[0] if len(shape) == 3 else 1, -(-shape[-2] // BLOCK), -(-shape[-1] // BLOCK))
         self.amax = torch.zeros(tiles if self.in_blocks else (1, 1, 1), device=device)
         """Of every tile: (E, row tiles, column tiles)."""
-        self.scale_inv: Tensor | None = None
+        self.scale_inv = torch.zeros_like(self.amax)
+        self.is_agreed = False
 
     @property
     def in_blocks(self) -> bool:
@@ -71,16 +72,17 @@ class WireForm:
         if self.quantizer.training:
             self.quantizer.nonfinite += (~self.amax.isfinite()).sum()
         if self.delayed is not None:
-            self.scale_inv = self.delayed.observe(self.amax).reshape(1, 1, 1)
+            self.scale_inv.copy_(self.delayed.observe(self.amax))
         else:
             assert self.fmt
-            self.scale_inv = scale_inv_from_amax(self.amax, self.fmt, self.kind)
+            self.scale_inv.copy_(scale_inv_from_amax(self.amax, self.fmt, self.kind))
+        self.is_agreed = True
 
     def encode(self, mine: Tensor, first: int) -> Tensor:
         """This rank's rows or experts as they travel, in their shape: codes as uint8, or BF16."""
         if self.fmt is None:
             return mine.to(torch.bfloat16)
-        assert self.scale_inv is not None, "the whole model's forward, before which scales are agreed on, did not run"
+        assert self.is_agreed, "the whole model's forward, before which scales are agreed on, did not run"
         if not mine.numel():
             return torch.empty_like(mine, dtype=torch.uint8)
         x_EMK, before = self._in_tiles(mine, first)
@@ -91,16 +93,11 @@ class WireForm:
         return codes[:, before : before + mine.shape[-2]].reshape(mine.shape).view(torch.uint8)
 
     def decode(self, gathered: Tensor) -> QuantizedWeight:
-        """The whole weight, of what all ranks sent."""
+        """The whole weight, of what all ranks sent; the same one when they send again, since memory is shared."""
         if self.fmt is None:
             return QuantizedWeight(gathered, None, self.tile, None)
-        return QuantizedWeight(gathered.view(self.fmt.container), self.shared_scales(), self.tile, self.fmt)
-
-    def shared_scales(self) -> Tensor | None:
-        """Scales of the whole weight as `QuantizedWeight` has them."""
-        if self.scale_inv is None or (len(self.shape) == 3 and self.in_blocks):
-            return self.scale_inv
-        return self.scale_inv[0]
+        scale_inv = self.scale_inv if len(self.shape) == 3 and self.in_blocks else self.scale_inv[0]
+        return QuantizedWeight(gathered.view(self.fmt.container), scale_inv, self.tile, self.fmt)
 
     def _in_tiles(self, mine: Tensor, first: int) -> tuple[Tensor, int]:
         """(E, M, K) with zero rows up to the edges of tiles, and how many are before this rank's."""
@@ -121,7 +118,6 @@ class WireForm:
         """Let an observer see this rank's rows. What others hold of their tiles is shown as the agreed amax."""
         assert self.quantizer.observer
         assert self.fmt
-        assert self.scale_inv is not None
         covered = self._covered(first, x_EMK)
         known_EMK = x_EMK.clone() if self.in_blocks else F.pad(x_EMK, (0, 0, 0, 1))
         columns = x_EMK.shape[-1]
@@ -179,13 +175,9 @@ class MasterShard(Tensor):
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight. Its codes lie in FSDP2's own buffer, where later gathers put them again."""
-        if out is not None:
-            assert isinstance(out, QuantizedWeight)
-            out.scale_inv = self.form.shared_scales()
-            return None
+        """The whole weight. Its codes lie in FSDP2's own buffer, where later gathers put them again: `out` has them."""
         (gathered,) = outputs
-        return self.form.decode(gathered[: self.form.shape[0]]), ()
+        return (self.form.decode(gathered[: self.form.shape[0]]), ()) if out is None else None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MasterShard({self.rows})"

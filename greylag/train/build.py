@@ -7,11 +7,11 @@ from torch import Tensor
 
 from greylag.model import Transformer
 from greylag.numerics import Quantizer
-from greylag.numerics.gemm import device_refusal
 from greylag.parallel import AllToAll, World, shard, spread
 from greylag.spec import Job, SpecError
 from greylag.spec.parts import parts
 from greylag.train.data import Corpus, find_files, require_text
+from greylag.train.device import device_faults
 from greylag.train.observers import quantizers
 from greylag.train.optim import adamw
 
@@ -58,18 +58,7 @@ def refuse(job: Job) -> None:
         faults.append("strategy.zero: 0 leaves every weight whole on every rank, but ep spreads experts; set zero = 1")
     if job.model.vocab_size < 256:
         faults.append(f"model.vocab_size: {job.model.vocab_size}: byte tokens need 256")
-    if job.cluster.device.kind == "cuda" and not torch.cuda.is_available():
-        faults.append(
-            f"cluster: '{job.cluster.name}' is made of CUDA devices, and torch finds none here; use local-NxM"
-        )
-    elif job.cluster.device.kind == "cuda" and job.precision.is_fp8:
-        reason = device_refusal(torch.cuda.get_device_capability())
-        if reason:
-            faults.append(f"precision: {reason}; choose another precision")
-    if job.cluster.device.kind == "musa":
-        faults.append(
-            f"cluster: '{job.cluster.name}': training on MUSA devices has not been built yet; simulate takes it"
-        )
+    faults += device_faults(job)
     if faults:
         raise SpecError(f"{job.name}: " + "\n".join(faults))
     held_out = 0 if job.run.validation else job.validation_sequences
