@@ -32,7 +32,7 @@ SHAPE = {"vocab_size": 256, "max_sequence": 2048, "norm_eps": 1e-6, "rope_theta"
 DENSE_2M = {"num_layers": 3, "hidden_size": 256, "ffn_hidden_size": 512, **SHAPE}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flight:
     """One run of a study."""
 

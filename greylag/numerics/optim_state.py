@@ -10,9 +10,11 @@ moment is kept, and what is done with it, is the optimizer's affair (`train.opti
 
 Two things would harm training, and are not left to chance.
 
-A mean that moves by less than half a spacing per step, rounded to nearest, stands still: in E5M2 v could rise on a
-large gradient and never fall again, for 0.95 v is nearer to v than to the number below. So 8-bit moments are rounded
-stochastically (arXiv 1502.02551), and BF16 where its half spacing, 2**-8 at most, is no less than 1 - beta.
+A mean that moves by less than half a spacing per step, rounded to nearest, stands still for as long as its block's
+scale does: in E5M2 v could rise on a large gradient and not fall again, for 0.95 v is nearer to v than to the number
+below. So 8-bit moments are rounded stochastically (arXiv 1502.02551), and BF16 where its half spacing, 2**-8 at most,
+is no less than 1 - beta. E[v] is kept, in E4M3 as a root but for 2%, and sqrt(v) is known to 11% (one standard
+deviation, random gradients).
 
 An element of v that became 0 while that of m did not would divide m by eps. No v is stored below the format's least
 number, 2**-31.8 of the block's largest in E5M2 and 2**-35.6 in E4M3 as a root: an element so much smaller than its

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +48,8 @@ class Watch(TorchDispatchMode):
         self.kinds: dict[Any, tuple[str, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, FakeTensor) for kind in types):  # DTensor asks what shape would come of it
+            return func(*args, **(kwargs or {}))
         if any(kind is not Tensor and kind is not nn.Parameter and issubclass(kind, Tensor) for kind in types):
             return NotImplemented  # a DTensor's own collectives come here once it has taken itself apart
         if func not in self.kinds:

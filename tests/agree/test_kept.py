@@ -13,11 +13,15 @@ from greylag.spec.work import distinct_layers
 SEQUENCE, SEQUENCES = 256, 4
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8-block128", "fp8-tensor-current"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "fp8-block128", "fp8-tensor-current", "mxfp8", "fp8-row", "fp8-deepseek"]
+)
 @pytest.mark.parametrize("name", ["llama-3-tiny", "gpt-3-tiny", "qwen3-tiny", "mixtral-tiny", "deepseek-v3-tiny"])
 def test_kept_bytes_of_a_layer(name: str, precision: str) -> None:
     model = load_preset("model", name)
     recipe = replace(load_preset("precision", precision), high="fp32")
+    if model.activation != "swiglu":
+        recipe = replace(recipe, swiglu_input="high")
     built = Transformer(model, recipe)
     built.initialize(0)
     own = {w.untyped_storage().data_ptr() for w in [*built.parameters(), *built.buffers()]}

@@ -25,7 +25,8 @@ def home(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("model", [name for name in presets("models") if name.endswith("-tiny")])
 def test_every_tiny_job_can_be_predicted(model: str, precision: str, home: Path, monkeypatch) -> None:
     monkeypatch.setenv("GREYLAG_HOME", str(home))
-    step = predict(tiny_job(model, precision, dp=2), load_local())
+    table = {"swiglu_input": "high"} if (model, precision) == ("gpt-3-tiny", "fp8-deepseek") else {}
+    step = predict(tiny_job(model, precision, dp=2, precision_table=table), load_local())
     assert 0 < step.utilization < 1
     assert all(seconds >= 0 for seconds in step.seconds.values())
 
