@@ -153,6 +153,8 @@ def advise(
     from greylag.report.proposal import print_advice, propose
     from greylag.spec import SpecError
 
+    if out is not None and out.exists():
+        raise SpecError(f"{out}: exists already and is left as it is; choose another place")
     job, telemetry = read_telemetry(run)
     advice = decide(job, telemetry, budget, each_layer)
     text = propose(job, advice)

@@ -86,7 +86,7 @@ class Flight:
 def recorded(study: str) -> dict[str, dict]:
     """Results by the run's name, as `record` wrote them."""
     path = HERE / f"{study.removeprefix('study_')}.json"
-    return json.loads(path.read_text())["runs"] if path.exists() else {}
+    return json.loads(path.read_text()).get("runs", {}) if path.exists() else {}
 
 
 def record(flights: list[Flight], command: str) -> dict[str, dict]:

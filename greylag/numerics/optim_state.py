@@ -155,7 +155,7 @@ class Noise:
     def __init__(self, seed: int, step: int, device: torch.device) -> None:
         self.size = 1 << (16 if device.type == "cpu" else 22)
         """Length of the table: on a CPU what stays in its cache, on an accelerator what fills it."""
-        generator = torch.Generator(device).manual_seed((seed << 32) + step)
+        generator = torch.Generator(device).manual_seed(((seed << 32) + step) % 2**63)
         table = torch.randint(-(2**15), 2**15, (self.size,), dtype=torch.int16, generator=generator, device=device)
         self._twice = {16: torch.cat((table, table))}
 

@@ -11,6 +11,11 @@ from greylag.spec.model import Model
 from greylag.spec.parts import parts
 from greylag.spec.precision import GEMMS, Operand, OperandRole, Override, Precision, Recipe
 
+MOST_MARGIN = 16
+"""E5M2 reaches to 2**16: more headroom would leave only subnormal numbers."""
+LONGEST_HISTORY = 1 << 20
+"""Steps: the history is one FP32 number for each, in every layer."""
+
 
 def recipe_faults(p: Precision, model: Model) -> Iterator[Finding]:
     """Faults that need no layer's name."""
@@ -75,6 +80,10 @@ def _recipe(at: str, recipe: Recipe) -> Iterator[Finding]:
     x, _, g = recipe.operands
     if not recipe.is_fp8:
         yield from unused(f"{at}.", recipe, ("scale",), "without FP8")
+    if recipe.margin > MOST_MARGIN:
+        yield error(f"{at}.margin", f"2**{recipe.margin} of headroom leaves nothing of the format", "lower it")
+    if recipe.amax_history > LONGEST_HISTORY:
+        yield error(f"{at}.amax_history", f"{recipe.amax_history} steps: more than {LONGEST_HISTORY}", "lower it")
     if not recipe.is_delayed:
         yield from unused(f"{at}.", recipe, ("amax_history", "amax_choice", "margin"), "without a delayed scale")
     if recipe.is_fp8 and not all(o.is_scaled for o in recipe.operands):

@@ -70,6 +70,8 @@ class LayerTelemetry:
 
     def _measure(self, role: OperandRole, x_MK: Tensor, q: Quantized) -> None:
         start = time.perf_counter()
+        if x_MK.numel() == 0 or not x_MK.isfinite().all():
+            return  # no token came, or the step will not be applied: there is nothing to advise from
         with torch.no_grad():
             self.operands[role] = self._health(role, x_MK, q)
         self.seconds += time.perf_counter() - start
