@@ -88,7 +88,7 @@ class WireForm:
         x_EMK, before = self._in_tiles(mine, first)
         scale_inv = self.scale_inv[self._covered(first, x_EMK)].flatten(0, 1)
         codes = quantize_to(x_EMK.flatten(0, 1), self.fmt, self.tile, scale_inv).encoded().view(x_EMK.shape)
-        if self.quantizer.observer:
+        if self.quantizer.watcher:
             self._show(x_EMK, before, mine.shape[-2], first)
         return codes[:, before : before + mine.shape[-2]].reshape(mine.shape).view(torch.uint8)
 
@@ -192,6 +192,12 @@ def local(x: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its memory."""
     mine: Tensor = plain(x.to_local() if isinstance(x, DTensor) else x)
     return mine
+
+
+def is_gathered_as_codes(x: Tensor) -> bool:
+    """Whether FSDP2 gathers this parameter as FP8 codes."""
+    mine = x.to_local() if isinstance(x, DTensor) else x
+    return isinstance(mine, MasterShard) and mine.form.fmt is not None
 
 
 def first_row(x: Tensor) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from greylag.report.record import TELEMETRY, read_job, read_lines
+from greylag.report.record import TELEMETRY, read_lines, sound_job
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
 from greylag.spec.parts import parts
@@ -96,7 +96,7 @@ Trials = dict[Place, list[_Trial]]
 
 def read_telemetry(folder: Path) -> tuple[Job, list[Telemetry]]:
     """The job of a run folder and its telemetry, by step. Raises SpecError if there is no run, or no telemetry."""
-    job = read_job(folder)
+    job = sound_job(folder)
     path = folder / TELEMETRY
     if not path.exists():
         raise SpecError(f"{path}: no such file: no step of this run was measured; set run.telemetry_every")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from greylag.report.quantity import memory
-from greylag.report.record import AUDIT, read_job, read_lines
+from greylag.report.record import AUDIT, read_lines, sound_job
 from greylag.spec.audit import DELAYED, Audit, CacheSeen, OperandSeen, Product, current_rule
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 def read_audits(folder: Path) -> tuple[Job, list[Audit]]:
     """The job of a run folder and its audits, in order. Raises SpecError if there is no run, or no audit in it."""
-    job = read_job(folder)
+    job = sound_job(folder)
     if not (folder / AUDIT).exists():
         raise SpecError(f"{folder / AUDIT}: no such file: this run has not been audited; train it to its second step")
     audits, unread = read_lines(folder / AUDIT, Audit)

@@ -5,6 +5,7 @@ other layer. What else the job's precision says (moments, messages, caches) is k
 """
 
 import fnmatch
+import json
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -85,7 +86,7 @@ def _main(job: Job, main: Recipe | None) -> Iterator[str]:
     elif main.name in presets("precisions"):
         yield f'preset = "{main.name}"'
     else:
-        yield f'name = "{main.name}"'
+        yield f"name = {_toml(main.name)}"
         yield from (f"{key} = {value}" for key, value in _recipe(main))
     yield f'high = "{job.precision.high}"'
     if main is not None:
@@ -101,10 +102,13 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for role in ("input", "weight", "grad"):
         operand = recipe.operand(role)
         said = {"format": operand.format, "granularity": operand.granularity}
-        yield role, _toml(said | ({"timing": operand.timing} if operand.timing == "delayed" else {}))
+        rest = {"timing": (operand.timing, "current"), "rounding": (operand.rounding, "nearest")}
+        yield role, _toml(said | {key: value for key, (value, default) in rest.items() if value != default})
     yield "scale", _toml(recipe.scale)
     if recipe.is_delayed:
         yield "amax_history", str(recipe.amax_history)
+        yield "amax_choice", _toml(recipe.amax_choice)
+        yield "margin", str(recipe.margin)
 
 
 def _toml(value: Any) -> str:
@@ -112,7 +116,7 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_toml(inner)}" for key, inner in value.items()) + " }"
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return json.dumps(value) if isinstance(value, str) else str(value)
 
 
 def _overrides(wanted: dict[str, dict[GemmName, Recipe | None]], main: Recipe | None) -> Iterator[str]:

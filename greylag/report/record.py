@@ -93,6 +93,15 @@ def read_job(folder: Path) -> Job:
     return read_one(folder / JOB, Job, f"give a run folder: it holds {JOB}")
 
 
+def sound_job(folder: Path) -> Job:
+    """The job of a run folder, for who computes with it. Raises SpecError if it has none, or one that cannot be."""
+    job = read_job(folder)
+    problems = job.problems()
+    if problems:
+        raise SpecError(f"{folder / JOB}: {problems[0]}; it was changed since the run: restore it")
+    return job
+
+
 def read_one(path: Path, kind: type[T], advice: str) -> T:
     """One struct from a file. Raises SpecError if it is not there or something else."""
     try:

@@ -2,7 +2,8 @@
 
 On a due step it looks at the first matrix of each operand, at rank 0 and in its first micro-batch, as forward (input,
 weight) or the input gradient (grad) takes it: with its own representation, and with every other one that there is
-(`spec.telemetry.CANDIDATES`). The other steps pay nothing. Of experts in high precision it sees the first with tokens.
+(`spec.telemetry.CANDIDATES`). Of a weight that is gathered as codes it measures the rows of rank 0, of experts in high
+precision the first with tokens. The other steps pay nothing.
 """
 
 import time
@@ -15,7 +16,8 @@ from torch import Tensor
 from greylag.numerics import Quantized, Quantizer, health
 from greylag.numerics.cache import Kept
 from greylag.numerics.formats import FORMATS
-from greylag.numerics.quantize import tile_of
+from greylag.numerics.quantize import quantize, tile_of
+from greylag.parallel.wire import is_gathered_as_codes, local
 from greylag.spec import Step
 from greylag.spec.precision import GemmName, OperandRole
 from greylag.spec.telemetry import (
@@ -41,8 +43,8 @@ _PRIMARY: dict[OperandRole, GemmName] = {"input": "forward", "weight": "forward"
 class LayerTelemetry:
     """Observes one layer, from step to step: the `Observer` of its quantizer."""
 
-    def __init__(self, layer: str, quantizer: Quantizer) -> None:
-        self.layer, self.quantizer = layer, quantizer
+    def __init__(self, layer: str, quantizer: Quantizer, shard: Tensor | None = None) -> None:
+        self.layer, self.quantizer, self.shard = layer, quantizer, shard
         self.met: dict[OperandRole, list[float]] = {}
         """The amax of each due step, for delayed scales of runs that have none."""
         self.operands: dict[OperandRole, OperandHealth] = {}
@@ -51,8 +53,18 @@ class LayerTelemetry:
 
     def quantized(self, gemm: GemmName, role: OperandRole, source: Tensor, operand: Quantized) -> None:
         """Measure it, if it is the first of its role."""
-        if _PRIMARY[role] == gemm and role not in self.operands:
-            self._measure(role, source, operand)
+        if _PRIMARY[role] != gemm or role in self.operands:
+            return
+        if role == "weight" and self.shard is not None:
+            # What was quantized has the agreed amax in the place of other ranks' rows: measure the rows that are here.
+            source = local(self.shard).detach().flatten(0, -2)
+            operand = self._quantized_alone(source)
+        self._measure(role, source, operand)
+
+    def _quantized_alone(self, x_MK: Tensor) -> Quantized:
+        recipe = self.quantizer.gemms.forward
+        weight = recipe.weight
+        return quantize(x_MK, FORMATS[weight.format], tile_of(weight.granularity), recipe.scale)
 
     def multiplied(self, gemm: GemmName, a: Quantized, b: Quantized, kernel: str, dtype: torch.dtype) -> None:
         """Measure what was not quantized."""
@@ -153,7 +165,11 @@ class TelemetryHook:
 
     def __init__(self, flight: Flight, folder: RunFolder, every: int) -> None:
         self.folder, self.every = folder, every
-        self.layers = [(q, LayerTelemetry(name, q)) for name, q in quantizers(flight.model).items()]
+        weights = {name.removesuffix(".weight"): weight for name, weight in flight.model.named_parameters()}
+        self.layers = []
+        for name, quantizer in quantizers(flight.model).items():
+            shard = weights[name] if is_gathered_as_codes(weights[name]) else None
+            self.layers.append((quantizer, LayerTelemetry(name, quantizer, shard)))
         self.due = False
 
     def before(self, number: int) -> None:

@@ -88,3 +88,13 @@ def test_advice_on_a_real_run_is_a_sound_job(measured: Path) -> None:
 def test_a_line_is_read_as_it_was_written(measured: Path) -> None:
     for line in (measured / "telemetry.jsonl").read_bytes().splitlines():
         assert json.encode(json.decode(line, type=Telemetry)) == line
+
+
+def test_a_weight_gathered_as_codes_is_measured_by_its_own_rows(ranks, tmp_path: Path) -> None:
+    job = small("fp8-tensor-current", 1, 2, strategy={"zero": 3}, precision_table={"parameter_gather": "fp8"})
+    ranks(2, fly, job, str(tmp_path))
+    sizes = {part.name.removesuffix(".weight"): part.size for part in parts(job.model) if part.is_gemm}
+    seen = [o for o in read_telemetry(tmp_path)[1][0].operands if o.role == "weight" and o.rounding]
+    assert seen
+    for operand in seen:
+        assert operand.shape[0] * operand.shape[1] == sizes[operand.layer] // 2
