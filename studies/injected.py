@@ -29,8 +29,8 @@ def with_outliers(x: Tensor, kept: Kept | None = None) -> Tensor:
     return y
 
 
-def blind_to_them(self: Transformer, seed: int) -> None:
-    initialize(self, seed)
+def blind_to_them(self: Transformer, seed: int, rank: int = 0) -> None:
+    initialize(self, seed, rank)
     channels = torch.tensor(CHANNELS)
     for layer in self.layers:
         weight = layer.ffn.w_down.weight

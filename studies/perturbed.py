@@ -10,8 +10,8 @@ from greylag.model import Transformer
 initialize = Transformer.initialize
 
 
-def perturbed(self: Transformer, seed: int) -> None:
-    initialize(self, seed)
+def perturbed(self: Transformer, seed: int, rank: int = 0) -> None:
+    initialize(self, seed, rank)
     with torch.no_grad():
         self.layers[0].attention.wqkv.weight.mul_(1 + 1e-6)
 

@@ -125,11 +125,15 @@ class Transformer(nn.Module):
         return [m for m in self.modules() if isinstance(m, Router)]
 
     @torch.no_grad()
-    def initialize(self, seed: int) -> None:
+    def initialize(self, seed: int, rank: int = 0) -> None:
         """Normal weights of `init_std`; projections back into the residual stream scaled by 1/sqrt(2 layers) (GPT-2).
 
-        Biases are 0 and norms 1. The draw depends on the seed alone.
+        Biases are 0 and norms 1. The draw depends on the seed alone; the noise of stochastic rounding also on the
+        layer and on the data-parallel `rank`, so that an average over ranks averages rounding errors too.
         """
+        for name, module in self.named_modules():
+            if isinstance(module, Quantizer):
+                module.seed = zlib.crc32(f"{seed} {rank} {name}".encode())
         generator = torch.Generator(device="cpu").manual_seed(seed)
         residual = (2 * self.model.num_layers) ** -0.5
         for name, weight in self.named_parameters():
@@ -147,13 +151,9 @@ def _linear(
 ) -> Linear:
     """A linear layer of a block, by the recipes of its name."""
     gemms = precision.gemms(f"layers.{layer}.{name}", model.num_layers)
-    return Linear(in_features, out_features, gemms, bias, _seed(layer, name))
+    return Linear(in_features, out_features, gemms, bias)
 
 
 def _quantizer(model: Model, precision: Precision, layer: int, name: str) -> Quantizer:
     """What quantizes a layer that holds its weights elsewhere: the experts'."""
-    return Quantizer(precision.gemms(f"layers.{layer}.{name}", model.num_layers), _seed(layer, name))
-
-
-def _seed(layer: int, name: str) -> int:
-    return zlib.crc32(f"layers.{layer}.{name}".encode())
+    return Quantizer(precision.gemms(f"layers.{layer}.{name}", model.num_layers))

@@ -17,6 +17,7 @@ from torch import Tensor
 from greylag.numerics.formats import E4M3, FORMATS, decode_e8m0, encode_e8m0, pack_e5m6, unpack_e5m6
 from greylag.numerics.quantize import (
     Quantized,
+    inverse,
     over_tiles,
     plain,
     quantize,
@@ -76,7 +77,7 @@ def keep_blocks(x_PK: Tensor, form: Form) -> Kept:
     shape, tile, fmt = (x_PK.shape[0], x_PK.shape[1]), tile_of("1x128"), FORMATS[form]
     x = tiled(x_PK.detach().float(), tile)
     scale_inv = scale_inv_from_amax(tile_amax(x.abs()), fmt, "pow2")
-    scaled = untiled(x * over_tiles(scale_inv.reciprocal()), shape)
+    scaled = untiled(x * inverse(over_tiles(scale_inv)), shape)
 
     def restore(packed: Tensor, scale: Tensor) -> Quantized:
         values = tiled(unpack_e5m6(packed, shape), tile).mul_(over_tiles(decode_e8m0(scale)))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from greylag.numerics.formats import decode, encode
-from greylag.numerics.quantize import Quantized, over_tiles, tile_amax, tile_name, tiled
+from greylag.numerics.quantize import Quantized, inverse, over_tiles, tile_amax, tile_name, tiled
 from greylag.numerics.scaling import DelayedScale, scale_inv_from_amax
 from greylag.spec.precision import BLOCK, ScaleKind
 
@@ -37,7 +37,7 @@ def is_on_grid(q: Quantized) -> bool:
     if q.values is None:
         return q.codes is not None and q.codes.dtype == q.fmt.container
     values, unit = tiled(q.values.float(), q.tile), over_tiles(q.scale_inv)
-    return torch.equal(decode(encode(values * unit.reciprocal(), q.fmt), unit, q.fmt), values)
+    return torch.equal(decode(encode(values * inverse(unit), q.fmt), unit, q.fmt), values)
 
 
 def is_nearest(source_MK: Tensor, q: Quantized) -> bool:
@@ -45,7 +45,7 @@ def is_nearest(source_MK: Tensor, q: Quantized) -> bool:
     assert q.scale_inv is not None
     assert q.fmt is not None
     unit = over_tiles(q.scale_inv)
-    nearest = encode(tiled(source_MK.detach().float(), q.tile) * unit.reciprocal(), q.fmt)
+    nearest = encode(tiled(source_MK.detach().float(), q.tile) * inverse(unit), q.fmt)
     return torch.equal(decode(nearest, unit, q.fmt), tiled(_values(q), q.tile))
 
 

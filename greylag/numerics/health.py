@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from greylag.numerics.formats import Format, round_values
-from greylag.numerics.quantize import Quantized, Tile, over_tiles, tile_amax, tiled, untiled
+from greylag.numerics.quantize import Quantized, Tile, over_tiles, tile_amax, tiled, untiled, within
 from greylag.numerics.scaling import scale_inv_from_amax
 from greylag.spec.precision import BLOCK, ScaleKind
 
@@ -108,7 +108,7 @@ def rounding(x_SK: Tensor, fmt: Format, tile: Tile, kind: ScaleKind, amax: Tenso
     """
     x = tiled(x_SK, tile)
     unit = over_tiles(scale_inv_from_amax(tile_amax(x.abs()) if amax is None else amax, fmt, kind))
-    scaled = (x * unit.reciprocal()).clamp_(-fmt.max, fmt.max)
+    scaled = within(x, unit, fmt)
     values = round_values(scaled, fmt, out=scaled).mul_(unit)
     return _shares(*_sums(x, values, unit * fmt.max, (x_SK.shape[0], x_SK.shape[1])))
 

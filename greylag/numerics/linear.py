@@ -97,15 +97,13 @@ class Linear(nn.Module):
     Takes (..., in_features), gives (..., out_features) in the input's dtype. A drop-in for `torch.nn.Linear`.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, recipe: Recipe | Gemms, bias: bool = False, seed: int = 0
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, recipe: Recipe | Gemms, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         nn.init.normal_(self.weight, std=in_features**-0.5)
-        self.quantizer = Quantizer(recipe, seed)
+        self.quantizer = Quantizer(recipe)
 
     def forward(self, x: Tensor, kept: Kept | None = None, smooth_EK: Tensor | None = None) -> Tensor:
         """`x` (..., K) times the transposed weight, plus bias.

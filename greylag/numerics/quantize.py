@@ -55,7 +55,7 @@ class Quantized:
             assert self.values is not None
             assert self.scale_inv is not None
             assert self.fmt is not None
-            scale = over_tiles(self.scale_inv.reciprocal())
+            scale = inverse(over_tiles(self.scale_inv))
             self.codes = untiled(pack(tiled(self.values, self.tile), self.fmt, scale), self.shape)
         return self.codes
 
@@ -149,13 +149,13 @@ def quantize(
     unit = over_tiles(scale_inv)
     drawn = None if noise is None else torch.rand(x.shape, generator=noise, device=x.device)
     if not as_values:
-        scaled = x * _inverse(unit)
+        scaled = within(x, unit, fmt)
         if drawn is not None:
-            scaled = round_values(scaled.clamp_(-fmt.max, fmt.max), fmt, noise=drawn)
+            scaled = round_values(scaled, fmt, noise=drawn)
         return Quantized(shape, tile, scale_inv, codes=untiled(encode(scaled, fmt), shape), fmt=fmt)
     exact = kind in ("pow2", "mx-ceil") and delayed is None and drawn is None
     if not exact or not is_small or _is_tiny(scale_inv, fmt):
-        scaled = (x * _inverse(unit)).clamp_(-fmt.max, fmt.max)
+        scaled = within(x, unit, fmt)
         values = round_values(scaled, fmt, scratch=magnitude, out=scaled, noise=drawn).mul_(unit)
     elif turn and fmt is E4M3:
         values = coarsen_(x, unit)
@@ -221,7 +221,12 @@ def untiled(x: Tensor, shape: tuple[int, int]) -> Tensor:
     return x.view(x.shape[0] * x.shape[1], x.shape[2] * x.shape[3])[: shape[0], : shape[1]]
 
 
-def _inverse(unit: Tensor) -> Tensor:
+def within(x: Tensor, unit: Tensor, fmt: Format) -> Tensor:
+    """`x` over its scales, saturated at the largest value of the format: what is left to do is to round."""
+    return (x * inverse(unit)).clamp_(-fmt.max, fmt.max)
+
+
+def inverse(unit: Tensor) -> Tensor:
     """1 / `unit`, finite also where `unit` is so small a subnormal that it overflows."""
     return unit.reciprocal().clamp_max_(torch.finfo(torch.float32).max)
 

@@ -42,10 +42,11 @@ class Quantizer(nn.Module):
     draws: Tensor
     """How often stochastic rounding has drawn; with the layer's seed it says what is drawn next."""
 
-    def __init__(self, recipe: Recipe | Gemms, seed: int = 0) -> None:
+    def __init__(self, recipe: Recipe | Gemms) -> None:
         super().__init__()
         self.gemms = recipe if isinstance(recipe, Gemms) else Gemms(recipe, recipe, recipe)
-        self.seed = seed
+        self.seed = 0
+        """Of stochastic rounding: below 2**32, and of a layer and a rank their own."""
         self.observer: Observer | None = None
         self.register_buffer("nonfinite", torch.zeros((), dtype=torch.int64), persistent=False)
         for gemm in GEMMS:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from greylag.numerics.formats import Format, encode, round_values
-from greylag.numerics.quantize import Quantized, Tile, over_tiles, tiled, untiled
+from greylag.numerics.quantize import Quantized, Tile, over_tiles, tiled, untiled, within
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default, _aten.view.default, _aten.as_strided.default)
@@ -86,7 +86,6 @@ class QuantizedWeight(Tensor):
 
 def quantize_to(x_MK: Tensor, fmt: Format, tile: Tile, scale_inv: Tensor) -> Quantized:
     """FP32 `x` (M, K) as codes at scales that were chosen before, bit-equal to those of `quantize`. No zero is -0."""
-    scaled = tiled(x_MK, tile) * over_tiles(scale_inv.reciprocal())
-    codes = encode(round_values(scaled.clamp_(-fmt.max, fmt.max), fmt), fmt)
+    codes = encode(round_values(within(tiled(x_MK, tile), over_tiles(scale_inv), fmt), fmt), fmt)
     shape = (x_MK.shape[0], x_MK.shape[1])
     return Quantized(shape, tile, scale_inv, codes=untiled(codes, shape), fmt=fmt)

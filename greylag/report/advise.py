@@ -103,6 +103,10 @@ def read_telemetry(folder: Path) -> tuple[Job, list[Telemetry]]:
     lines, _ = read_lines(path, Telemetry)
     if not lines:
         raise SpecError(f"{path}: holds no whole line; let the run reach its next measured step")
+    if not {o.layer for line in lines for o in line.operands} & {
+        part.name.removesuffix(".weight") for part in parts(job.model)
+    }:
+        raise SpecError(f"{path}: no layer of '{job.model.name}' was measured in it; give the file of this run")
     last = {line.step: line for line in lines}
     return job, [last[step] for step in sorted(last)]
 

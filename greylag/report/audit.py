@@ -19,8 +19,8 @@ from greylag.spec.precision import BLOCK, BYTES, GEMMS, OPERANDS, GemmName, Gemm
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _MOMENTS = {
-    "fp32": ("float32",), "bf16": ("bfloat16",), "e4m3": ("float8_e4m3fn", "uint8"),
-    "e5m2": ("float8_e5m2", "uint8"), "e4m3-root": ("float8_e4m3fn", "uint8"),
+    "fp32": ("float32",), "bf16": ("bfloat16",), "e4m3": ("float8_e4m3fn",), "e5m2": ("float8_e5m2",),
+    "e4m3-root": ("float8_e4m3fn",),
 }  # fmt: skip
 SLACK = 1 << 16
 """Bytes per step in which ranks agree on scalars (norms, amax, loads, votes), which `spec.messages` does not count."""
@@ -291,6 +291,8 @@ def _state_rows(job: Job, audit: Audit) -> Iterator[Row]:
         "exp_avg": _MOMENTS[p.first_moment],
         "exp_avg_sq": _MOMENTS[p.second_moment],
     }
+    if p.first_moment not in ("fp32", "bf16"):
+        wanted |= {"exp_avg_scale": ("float32",), "exp_avg_sq_scale": ("float32",)}
     for what, allowed in wanted.items():
         found = {s.dtype: s.elements for s in audit.states if s.what == what and s.of == "matrices"}
         wrong = [dtype for dtype in found if dtype not in allowed]

@@ -52,7 +52,7 @@ def read_record(folder: Path) -> RunRecord:
     """
     if not folder.is_dir():
         raise SpecError(f"{folder}: no such run folder; give the folder that holds {JOB} and {STEPS}")
-    job = read_one(folder / JOB, Job, f"give a run folder: it holds {JOB} and {STEPS}")
+    job = _job(folder)
     lines, unread_steps = read_lines(folder / STEPS, Step)
     steps = {step.number: step for step in lines if step.source == "measured"}
     if not steps:
@@ -88,14 +88,13 @@ def _bytes(path: Path, advice: str) -> bytes:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
 
 
-def read_job(folder: Path) -> Job:
-    """The job of a run folder. Raises SpecError if it has none."""
+def _job(folder: Path) -> Job:
     return read_one(folder / JOB, Job, f"give a run folder: it holds {JOB}")
 
 
 def sound_job(folder: Path) -> Job:
     """The job of a run folder, for who computes with it. Raises SpecError if it has none, or one that cannot be."""
-    job = read_job(folder)
+    job = _job(folder)
     problems = job.problems()
     if problems:
         raise SpecError(f"{folder / JOB}: {problems[0]}; it was changed since the run: restore it")
@@ -111,12 +110,13 @@ def read_one(path: Path, kind: type[T], advice: str) -> T:
 
 
 def read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
-    """One struct per line, and a finding if lines before the last could not be read.
+    """One struct per line, and a finding if lines could not be read; a last one without an end is torn, and no fault.
 
     Raises SpecError if the file cannot be read or no line of it can.
     """
     decoder = msgspec.json.Decoder(kind)
-    lines = [line for line in _bytes(path, "report a run that has written it").split(b"\n") if line.strip()]
+    whole = _bytes(path, "report a run that has written it")
+    lines = [line for line in whole.split(b"\n") if line.strip()]
     good: list[T] = []
     bad: list[tuple[int, Exception]] = []
     for number, line in enumerate(lines, 1):
@@ -128,7 +128,7 @@ def read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
         raise SpecError(
             f"{path}: no line is a {kind.__name__} (line {bad[0][0]}: {bad[0][1]}); give the file of one run"
         )
-    if bad and bad[-1][0] == len(lines):
+    if bad and bad[-1][0] == len(lines) and not whole.endswith(b"\n"):
         bad.pop()
     if not bad:
         return good, []
@@ -137,6 +137,6 @@ def read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
         what=f"{len(bad)} of {len(lines)} lines cannot be read and are left out of this report",
         where=path.name,
         evidence=f"line {bad[0][0]}: {bad[0][1]}",
-        advice="a line in the middle is torn when a run is killed while writing and then resumed; its step is lost",
+        advice="such a line is torn when a run is killed while writing and then resumed; what it held is lost",
     )
     return good, [unread]

@@ -181,6 +181,12 @@ def _fill_recipes(precision: dict[str, Any], where: str) -> None:
         key, recipe = f"precision.overrides[{number}].recipe", override.get("recipe")
         if isinstance(recipe, str):
             preset = _preset(recipe, "precisions", key, where)
+            more = sorted(preset.keys() - {*Recipe.__struct_fields__, "high"})
+            if more:
+                raise SpecError(
+                    f"{where}: '{key}': '{recipe}' says more than a recipe ({', '.join(more)}), which an override of "
+                    "layers cannot; name another, or set that for the whole run"
+                )
             override = {**override, "recipe": {k: v for k, v in preset.items() if k in Recipe.__struct_fields__}}
         elif isinstance(recipe, dict):
             override = {**override, "recipe": {"name": "own-recipe", **recipe}}

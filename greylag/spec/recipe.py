@@ -5,11 +5,13 @@ import fnmatch
 from collections.abc import Iterator
 from typing import get_args
 
+from msgspec.structs import replace
+
 from greylag.spec.fault import error, positive, unused
 from greylag.spec.finding import Finding
 from greylag.spec.model import Model
 from greylag.spec.parts import parts
-from greylag.spec.precision import GEMMS, Operand, OperandRole, Override, Precision, Recipe
+from greylag.spec.precision import GEMMS, Operand, OperandRole, Precision, Recipe
 
 MOST_MARGIN = 16
 """E5M2 reaches to 2**16: more headroom would leave only subnormal numbers."""
@@ -37,14 +39,19 @@ def recipe_faults(p: Precision, model: Model) -> Iterator[Finding]:
 
 def layer_faults(p: Precision, model: Model) -> Iterator[Finding]:
     """Faults for the layers of a sound model: exceptions that fit none, messages that none sends."""
-    if p.overrides:
-        yield from _overrides(p.overrides, model)
-    if p.parameter_gather != "fp32":
-        yield from _gather(p, model)
-
-
-def _gather(p: Precision, model: Model) -> Iterator[Finding]:
     names = [part.name.removesuffix(".weight") for part in parts(model) if part.is_gemm]
+    if p.overrides:
+        yield from _overrides(p, model, names)
+    if p.is_fp8 and not any(p.gemms(name, model.num_layers).is_fp8 for name in names):
+        yield error("precision", "no layer is left that follows the recipe", "keep fewer layers in high precision")
+    downs = [name for name in names if name.endswith(".w_down")]
+    if p.smooth_swiglu and not any(p.gemms(name, model.num_layers).is_fp8 for name in downs):
+        yield error("precision.smooth_swiglu", "has no effect: no down-projection is FP8", "remove it")
+    if p.parameter_gather != "fp32":
+        yield from _gather(p, model, names)
+
+
+def _gather(p: Precision, model: Model, names: list[str]) -> Iterator[Finding]:
     if any(p.gathered(name, model.num_layers) == p.parameter_gather for name in names):
         return
     whose = {
@@ -55,19 +62,26 @@ def _gather(p: Precision, model: Model) -> Iterator[Finding]:
                  "remove it")  # fmt: skip
 
 
-def _overrides(overrides: tuple[Override, ...], model: Model) -> Iterator[Finding]:
-    names = [part.name.removesuffix(".weight") for part in parts(model) if part.is_gemm]
-    for number, override in enumerate(overrides):
+def _overrides(p: Precision, model: Model, names: list[str]) -> Iterator[Finding]:
+    for number, override in enumerate(p.overrides):
         where = f"precision.overrides[{number}]"
         if not fnmatch.filter(names, override.match):
             near = difflib.get_close_matches(override.match, names, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"layers are named like {names[0]!r}"
             yield error(f"{where}.match", f"{override.match!r} fits no linear layer of '{model.name}'", hint)
+        elif override.gemms and not _changes(p, number, model, names):
+            yield error(where, "changes nothing: the layers have that recipe, or a later one overrides it", "remove it")
         if not override.gemms or len(set(override.gemms)) < len(override.gemms):
             yield error(f"{where}.gemms", "names no GEMM, or one twice", f"choose from {', '.join(GEMMS)}")
         if override.recipe:
             yield from positive(f"{where}.recipe.", override.recipe, ("margin",))
             yield from _recipe(f"{where}.recipe", override.recipe)
+
+
+def _changes(p: Precision, number: int, model: Model, names: list[str]) -> bool:
+    """Whether any GEMM would have another recipe without this override."""
+    without = replace(p, overrides=p.overrides[:number] + p.overrides[number + 1 :])
+    return any(p.gemms(name, model.num_layers) != without.gemms(name, model.num_layers) for name in names)
 
 
 _OF_FP8 = ("most_sensitive", "first_layers_high", "last_layers_high")

@@ -75,7 +75,7 @@ def build(job: Job, world: World) -> Flight:
         assert job.model.moe
         exchange = AllToAll(world, job.model.moe.num_experts, job.precision.dispatch)
     model = Transformer(job.model, job.precision, exchange, job.strategy.recompute == "full")
-    model.initialize(job.run.seed)
+    model.initialize(job.run.seed, world.grid.data_rank(world.rank))
     model.to(world.device)
     if exchange:
         spread(model, parts(job.model), world)

@@ -121,3 +121,13 @@ def test_print_says_the_precision_of_every_linear():
     assert said in text
     assert "8 experts, top 2, FP32" in text
     assert "statistics FP32" in text
+
+
+def test_every_layer_rank_and_seed_rounds_with_noise_of_its_own():
+    model = transformer("deepseek-v3-tiny", "fp8-block128")
+    seeds = []
+    for seed, rank in ((0, 0), (0, 1), (1, 0)):
+        model.initialize(seed, rank)
+        seeds += [m.seed for m in model.modules() if isinstance(m, Quantizer)]
+    assert len(set(seeds)) == len(seeds)
+    assert max(seeds) < 2**32

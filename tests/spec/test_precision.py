@@ -8,7 +8,7 @@ from greylag.spec import SpecError
 from greylag.spec.job import Job
 from greylag.spec.load import job_from, load_preset, presets
 from greylag.spec.precision import GEMMS, sensitivity
-from greylag.spec.work import distinct_layers, layer_recipes, linear_ops
+from greylag.spec.work import Gemm, distinct_layers, layer_recipes, linear_ops
 
 BASE = {"model": "deepseek-v3-tiny", "cluster": "local-1x1", "sequence": 64, "global_batch": 4}
 
@@ -77,8 +77,6 @@ def test_a_smoothed_weight_takes_its_scale_just_in_time() -> None:
 def test_operators_of_a_layer_follow_its_recipes() -> None:
     made = job(overrides=[{"match": "*.w_down", "gemms": ["weight-gradient"]}])
     gemms = made.precision.gemms("layers.0.ffn.w_down", 5)
-    from greylag.spec.work import Gemm
-
     names = {op.name for op in linear_ops(gemms, Gemm("layers.0.ffn.w_down.weight", "ffn", 64, 256, 768), 64)}
     assert names == {"quantize.1x128", "quantize.128x128"}
 
@@ -96,6 +94,13 @@ def test_operators_of_a_layer_follow_its_recipes() -> None:
         ({"preset": "fp32", "first_layers_high": 1}, "precision.first_layers_high"),
         ({"first_layers_high": 3, "last_layers_high": 3}, "precision.first_layers_high"),
         ({"first_moment": "e4m3"}, "precision.second_moment"),
+        ({"preset": "fp32", "smooth_swiglu": True}, "precision.smooth_swiglu"),
+        ({"first_layers_high": 5}, "precision"),
+        ({"overrides": [{"match": "*"}]}, "precision"),
+        ({"overrides": [{"match": "*.wo", "recipe": "mxfp8"}, {"match": "*", "recipe": "fp8-row"}]},
+         "precision.overrides[0]"),
+        ({"margin": 2000, "preset": "fp8-tensor-delayed"}, "precision.margin"),
+        ({"amax_history": 10**12, "preset": "fp8-tensor-delayed"}, "precision.amax_history"),
         ({"overrides": [{"match": "*.wp"}]}, "precision.overrides[0].match"),
         ({"overrides": [{"match": "*.wo", "gemms": []}]}, "precision.overrides[0].gemms"),
         ({"overrides": [{"match": "*.wo", "recipe": {
@@ -125,6 +130,8 @@ def test_every_preset_suits_dense_and_experts(name: str) -> None:
         ({"match": "*", "gemm": ["forward"]}, "unknown key 'precision.overrides[0].gemm'; did you mean"),
         ({"match": "*", "gemms": ["wgrad"]}, "none of 'forward', 'input-gradient', 'weight-gradient'"),
         ({"recipe": "bf16"}, "'precision.overrides[0].match' is missing"),
+        ({"match": "*", "recipe": "fp8-row-gw-hp"}, "says more than a recipe (overrides)"),
+        ({"match": "*", "recipe": "fp8-deepseek"}, "says more than a recipe (attention_output, dispatch"),
     ],
 )
 def test_a_bad_override_is_told_in_words(override: dict[str, Any], words: str) -> None:
