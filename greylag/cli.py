@@ -155,7 +155,9 @@ def advise(
 
     if out is not None and out.exists():
         raise SpecError(f"{out}: exists already and is left as it is; choose another place")
-    job, telemetry = read_telemetry(run)
+    job, telemetry, unread = read_telemetry(run)
+    for finding in unread:
+        typer.echo(f"greylag: {finding}", err=True)
     advice = decide(job, telemetry, budget, each_layer)
     text = propose(job, advice)
     print_advice(job, advice, [step.step for step in telemetry], budget)

@@ -11,6 +11,7 @@ from typing import NamedTuple, get_args
 
 from greylag.report.record import TELEMETRY, read_lines, sound_job
 from greylag.spec.error import SpecError
+from greylag.spec.finding import Finding
 from greylag.spec.job import Job
 from greylag.spec.parts import parts
 from greylag.spec.precision import (
@@ -68,6 +69,14 @@ class Choice(NamedTuple):
     error: float
     """The largest of its operands, in any step; 0 in high precision."""
     why: str
+    """What kept cheaper ones from fitting; empty if there is none."""
+    borrowed: bool = False
+    """Whether `why` tells of another layer, with which it shares the recipe."""
+
+    @property
+    def telling(self) -> int:
+        """How much `why` says of this GEMM: 2 of itself, 1 of another, 0 nothing."""
+        return bool(self.why) + bool(self.why and not self.borrowed)
 
 
 class Advice(NamedTuple):
@@ -94,13 +103,16 @@ Trials = dict[Place, list[_Trial]]
 """Of each family."""
 
 
-def read_telemetry(folder: Path) -> tuple[Job, list[Telemetry]]:
-    """The job of a run folder and its telemetry, by step. Raises SpecError if there is no run, or no telemetry."""
+def read_telemetry(folder: Path) -> tuple[Job, list[Telemetry], list[Finding]]:
+    """The job of a run folder, its telemetry by step, and a finding if lines of it cannot be read.
+
+    Raises SpecError if there is no run, or no telemetry of it.
+    """
     job = sound_job(folder)
     path = folder / TELEMETRY
     if not path.exists():
         raise SpecError(f"{path}: no such file: no step of this run was measured; set run.telemetry_every")
-    lines, _ = read_lines(path, Telemetry)
+    lines, unread = read_lines(path, Telemetry)
     if not lines:
         raise SpecError(f"{path}: holds no whole line; let the run reach its next measured step")
     if not {o.layer for line in lines for o in line.operands} & {
@@ -108,7 +120,7 @@ def read_telemetry(folder: Path) -> tuple[Job, list[Telemetry]]:
     }:
         raise SpecError(f"{path}: no layer of '{job.model.name}' was measured in it; give the file of this run")
     last = {line.step: line for line in lines}
-    return job, [last[step] for step in sorted(last)]
+    return job, [last[step] for step in sorted(last)], unread
 
 
 def advise(job: Job, telemetry: Sequence[Telemetry], budget: float, each_layer: bool = False) -> list[Advice]:
@@ -157,12 +169,12 @@ def _choose(job: Job, layers: list[str], trials: Trials) -> dict[Place, Choice]:
             continue
         number, first = min(shared or fitting[place]), min(fitting[place])
         alike = [trials[other][number].operands for other in (willing if shared else [place])]
-        why = _faults(trials[place][:number]) or "the cheapest"
+        why = _faults(trials[place][:number])
         if number > first:
             other = next(other for other in willing if first not in fitting[other])
             why = f"{FAMILIES[first].name} would do here, but in {' '.join(other)} {trials[other][first].fault}"
         recipe = _recipe(FAMILIES[number], alike)
-        choices[place] = Choice(recipe, FAMILIES[number].name, trials[place][number].error, why)
+        choices[place] = Choice(recipe, FAMILIES[number].name, trials[place][number].error, why, number > first)
     return choices
 
 

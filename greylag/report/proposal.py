@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from greylag.report.advise import FAMILIES, Advice
+from greylag.report.advise import FAMILIES, Advice, Choice
 from greylag.report.rows import layer_ranges
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
@@ -27,9 +27,6 @@ from greylag.spec.precision import GEMMS, GemmName, Precision, Recipe
 
 _DECIDED = (*Recipe.__struct_fields__, "high", "most_sensitive", "first_layers_high", "last_layers_high", "overrides")
 """Keys of a precision that advice decides, or that are written apart."""
-
-FAULT = " in E"
-"""Every fault of a recipe names the format in which it was found."""
 
 Outcome = tuple[tuple[GemmName, ...], Recipe | None]
 """Some GEMMs and their recipe; None is high precision."""
@@ -173,20 +170,20 @@ def print_advice(job: Job, advice: Sequence[Advice], steps: Sequence[int], budge
     table = Table()
     for column in ("layers", "GEMMs", "recipe", "error", "why not cheaper"):
         table.add_column(column, overflow="fold")
-    groups: dict[tuple[str, str, str], list[tuple[int, float, str]]] = {}
+    groups: dict[tuple[str, str, str], list[tuple[int, float, Choice]]] = {}
     for one in advice:
         _, layer, tail = one.layer.split(".", 2)
         for family in dict.fromkeys(choice.family for choice in one.gemms.values()):
-            gemms = [gemm for gemm in GEMMS if one.gemms[gemm].family == family]
-            error = max(one.gemms[gemm].error for gemm in gemms)
-            whys = [one.gemms[gemm].why for gemm in gemms]
-            why = max(whys, key=lambda text: (FAULT in text and " here, " not in text, FAULT in text))
-            key = (tail, ", ".join(gemms) if len(gemms) < len(GEMMS) else "all", family)
-            groups.setdefault(key, []).append((int(layer), error, why))
+            some = {gemm: one.gemms[gemm] for gemm in GEMMS if one.gemms[gemm].family == family}
+            error = max(choice.error for choice in some.values())
+            key = (tail, ", ".join(some) if len(some) < len(GEMMS) else "all", family)
+            most_telling = max(some.values(), key=lambda choice: choice.telling)
+            groups.setdefault(key, []).append((int(layer), error, most_telling))
     for (tail, names, family), rows in groups.items():
-        layer_number, _, why = max(rows, key=lambda row: (FAULT in row[2] and " here, " not in row[2], row[1]))
+        layer_number, _, choice = max(rows, key=lambda row: (row[2].telling == 2, row[1]))
         where = f"layers.{layer_ranges([row[0] for row in rows])}.{tail}"
-        told = why if len(rows) == 1 or FAULT not in why else f"layer {layer_number}: {why}"
+        why = choice.why or "the cheapest"
+        told = why if len(rows) == 1 or not choice.why else f"layer {layer_number}: {why}"
         name = family.upper() if family == job.precision.high else family
         most = max(row[1] for row in rows)
         table.add_row(*map(escape, (where, names, name, f"{most:.2%}" if most else "–", told)))

@@ -134,7 +134,7 @@ def read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
         return good, []
     unread = Finding(
         level="warning",
-        what=f"{len(bad)} of {len(lines)} lines cannot be read and are left out of this report",
+        what=f"{len(bad)} of {len(lines)} lines cannot be read and are left out",
         where=path.name,
         evidence=f"line {bad[0][0]}: {bad[0][1]}",
         advice="such a line is torn when a run is killed while writing and then resumed; what it held is lost",

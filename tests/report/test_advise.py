@@ -186,12 +186,48 @@ def test_patterns_fit_what_they_shall_and_nothing_else(job: Job) -> None:
     assert sorted(experts) == ["*.experts.w_down", "*.experts.w_gate_up"]
 
 
-def test_the_command_writes_what_a_job_file_takes(job: Job, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "job.json").write_bytes(msgspec.json.encode(job))
+@pytest.fixture
+def run(job: Job, tmp_path: Path) -> Path:
+    """A run folder with a job and two measured steps; telemetry's last line is torn."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "job.json").write_bytes(msgspec.json.encode(job))
     known = telemetry(job, spoilt("w_down", "input", "tensor", by=Rounding(0.05, 0.4, 0.031, 0.0)))
-    (run / "telemetry.jsonl").write_bytes(b"".join(msgspec.json.encode(t) + b"\n" for t in known) + b'{"step": 3')
+    (folder / "telemetry.jsonl").write_bytes(b"".join(msgspec.json.encode(t) + b"\n" for t in known) + b'{"step": 3')
+    return folder
+
+
+def test_the_command_overwrites_nothing(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "precision.toml").write_text("mine")
+    result = greylag_here(tmp_path, "advise", run, "--out", "precision.toml")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "precision.toml: exists already" in result.stderr
+    assert (tmp_path / "precision.toml").read_text() == "mine"
+
+
+def test_lines_that_cannot_be_read_are_told(run: Path, tmp_path: Path) -> None:
+    file = run / "telemetry.jsonl"
+    whole = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([whole[0], b'{"step": 150, "opera\n', whole[1]]))
+    result = greylag_here(tmp_path, "advise", run)
+    assert result.returncode == 0
+    assert "telemetry.jsonl: 1 of 3 lines cannot be read and are left out" in result.stderr
+    assert "2 steps, 100 to 200" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"", "holds no whole line"), (b'{"step": 5, "operands": []}\n', "no layer of"), (b"{}\n{}\n", "no line is a")],
+    ids=["empty", "no rows", "something else"],
+)
+def test_telemetry_that_says_nothing(run: Path, tmp_path: Path, content: bytes, said: str) -> None:
+    (run / "telemetry.jsonl").write_bytes(content)
+    result = greylag_here(tmp_path, "advise", run)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
+def test_the_command_writes_what_a_job_file_takes(run: Path, tmp_path: Path) -> None:
     result = greylag_here(tmp_path, "advise", run, "--out", "precision.toml", COLUMNS="200")
     assert result.returncode == 0, result.stderr
     assert "input errs by 5.00% in E4M3" in " ".join(result.stdout.split())

@@ -38,7 +38,7 @@ def measured(ranks, tmp_path_factory) -> Path:
 
 
 def test_every_operand_of_every_layer_is_measured(measured: Path) -> None:
-    job, steps = read_telemetry(measured)
+    job, steps, _ = read_telemetry(measured)
     assert [step.step for step in steps] == [1, 2, 4]  # the third step's memory is measured
     layers = [part.name.removesuffix(".weight") for part in parts(job.model) if part.is_gemm]
     for step in steps:
@@ -55,14 +55,14 @@ def test_every_operand_of_every_layer_is_measured(measured: Path) -> None:
 
 
 def test_the_runs_own_rounding_is_the_candidates(measured: Path, ranks, tmp_path: Path) -> None:
-    _, steps = read_telemetry(measured)
+    _, steps, _ = read_telemetry(measured)
     for operand in steps[-1].operands:
         if operand.rounding and operand.sampled_rows == operand.shape[0]:
             fmt = operand.own.split()[0]
             assert operand.history == 3
             assert operand.along_rows[f"{fmt} tensor fp32 delayed"] == operand.rounding
     ranks(1, fly, small("fp8-block128", 2), str(tmp_path))
-    _, steps = read_telemetry(tmp_path)
+    _, steps, _ = read_telemetry(tmp_path)
     assert [step.step for step in steps] == [2, 4]
     for operand in steps[-1].operands:
         if operand.rounding and operand.role != "weight":
@@ -79,7 +79,7 @@ def test_the_run_does_not_notice(measured: Path, ranks, tmp_path: Path) -> None:
 
 
 def test_advice_on_a_real_run_is_a_sound_job(measured: Path) -> None:
-    job, steps = read_telemetry(measured)
+    job, steps, _ = read_telemetry(measured)
     advice = advise(job, steps, 0.03)
     assert len(advice) == sum(part.is_gemm for part in parts(job.model))
     assert not with_precision(job, propose(job, advice)).problems()
