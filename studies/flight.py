@@ -40,8 +40,8 @@ class Flight:
     name: str
     table: dict
     """The job."""
-    script: str | None = None
-    """A file beside this one that runs in the place of the command line, to change something first."""
+    script: tuple[str, ...] = ()
+    """A file beside this one, and arguments, to run in the place of the command line: it changes something first."""
 
     @property
     def folder(self) -> Path:
@@ -61,7 +61,7 @@ class Flight:
         command = [sys.executable, "-m", "greylag", "train"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if self.script:
-            command = [sys.executable, str(HERE / self.script)]
+            command = [sys.executable, str(HERE / self.script[0]), *self.script[1:]]
             environment |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # or the launcher starts another Python
         with open(self.folder.with_suffix(".log"), "ab") as log:
             return subprocess.Popen([*command, str(job), "--folder", str(self.folder)],

@@ -29,7 +29,7 @@ RECIPES = {
 def flight(recipe: str) -> Flight:
     """One run."""
     job = table("dense-2m", DENSE_2M, RECIPES[recipe], STEPS, seed=0)
-    return Flight("study_outliers", recipe.replace(", ", "_"), job, "injected.py")
+    return Flight("study_outliers", recipe.replace(", ", "_"), job, ("injected.py",))
 
 
 def write() -> None:

@@ -1,7 +1,8 @@
 """Study: the final validation loss of every recipe against FP32, dense and mixture of experts, over seeds.
 
-Recipes of a seed see the same windows in the same order from the same weights. `fp32-perturbed` is the control: FP32
-again, from weights that differ by one part in 10^6 in one matrix, for how far two runs part by themselves.
+Recipes of a seed see the same windows in the same order from the same weights. Two controls tell how far runs part by
+themselves: FP32 again, from weights that are off by one part in 10^6 (`fp32-perturbed`), and by as much as a cast to
+E4M3 would move them, once (`fp32-rounded`).
 Writes `parity.json`, `parity.md` and `parity.svg` beside this file.
 
 Usage: parity.py [--workers 2] [--only MODEL] [--recipes a,b]
@@ -25,21 +26,23 @@ MODELS = {
 }
 SEEDS = {"dense-2m": (0, 1, 2), "moe-2m": (0, 1, 2), "dense-10m": (0,)}
 RECIPES = (
-    "fp32", "fp8-block128", "fp32-perturbed", "fp8-deepseek", "fp8-tensor-delayed", "fp8-tensor-current", "mxfp8",
-    "fp8-row", "fp8-block128-hybrid", "fp8-block128-fp32", "mxfp8-floor", "fp8-row-gw-hp",
+    "fp32", "fp8-block128", "fp32-perturbed", "fp32-rounded", "fp8-deepseek", "fp8-tensor-delayed",
+    "fp8-tensor-current", "mxfp8", "fp8-row", "fp8-block128-hybrid", "fp8-block128-fp32", "mxfp8-floor",
+    "fp8-row-gw-hp",
 )  # fmt: skip
 """In the order in which they are flown: what must hold comes first."""
 RECIPES_OF = {"dense-10m": ("fp32", "fp8-block128")}
 MORE_SEEDS = {"moe-2m": (3, 4, 5)}
-"""Flown by the first three recipes only: runs with experts part further, as a token's route may flip."""
+"""Flown by the first four recipes only: runs with experts part further, as a token's route may flip."""
+CONTROLS = {"fp32-perturbed": "1e-6", "fp32-rounded": "0.026"}
+"""By what share weights are off; 2.6% is the root mean square of E4M3's rounding error."""
 
 
 def flight(model: str, recipe: str, seed: int) -> Flight:
     """One run."""
-    perturbed = recipe == "fp32-perturbed"
-    precision = {"preset": "fp32" if perturbed else recipe}
-    job = table(model, MODELS[model], precision, STEPS, seed)
-    return Flight("study_parity", f"{model}_{recipe}_{seed}", job, "perturbed.py" if perturbed else None)
+    share = CONTROLS.get(recipe)
+    job = table(model, MODELS[model], {"preset": "fp32" if share else recipe}, STEPS, seed)
+    return Flight("study_parity", f"{model}_{recipe}_{seed}", job, ("perturbed.py", share) if share else ())
 
 
 def plan(only: str | None = None, recipes: set[str] | None = None) -> list[tuple[str, str, int]]:
@@ -48,7 +51,7 @@ def plan(only: str | None = None, recipes: set[str] | None = None) -> list[tuple
         (model, recipe, seed)
         for recipe in RECIPES
         for model in MODELS
-        for seed in SEEDS[model] + (MORE_SEEDS.get(model, ()) if recipe in RECIPES[:3] else ())
+        for seed in SEEDS[model] + (MORE_SEEDS.get(model, ()) if recipe in RECIPES[:4] else ())
         if recipe in RECIPES_OF.get(model, RECIPES)
     ]
     return [r for r in runs if (only is None or r[0] == only) and (recipes is None or r[1] in recipes)]
@@ -69,15 +72,17 @@ def write() -> None:
         for m, r, s in plan()
         if (name := flight(m, r, s).name) in runs
     ]
-    lines = ["| model | recipe | seeds | validation loss | against FP32: mean | by seed |", "|---|---|---|---|---|---|"]
+    lines = ["| model | recipe | seeds | validation loss | against FP32: mean | its error | by seed |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
     for model in MODELS:
         for recipe in RECIPES:
             mine = [r["validation_loss"] for r in rows if r["model"] == model and r["recipe"] == recipe]
             apart = differences(rows, model, recipe)
             if mine and apart:
                 each = ", ".join(f"{d:+.2%}" for d in apart)
+                error = f"{statistics.stdev(apart) / len(apart) ** 0.5:.3%}" if len(apart) > 1 else ""
                 lines.append(f"| {model} | {recipe} | {len(mine)} | {statistics.mean(mine):.4f} | "
-                             f"{statistics.mean(apart):+.3%} | {each} |")  # fmt: skip
+                             f"{statistics.mean(apart):+.3%} | {error} | {each} |")  # fmt: skip
     (HERE / "parity.md").write_text("\n".join(lines) + "\n")
     if rows:
         plot(rows, HERE / "parity.svg")
@@ -95,7 +100,7 @@ def plot(rows: list[dict], path: Path) -> None:
         panel.axvline(0, color="0.6", linewidth=1)
         for y, recipe in enumerate(recipes):
             apart = [100 * d for d in differences(rows, model, recipe)]
-            panel.scatter(apart, [y] * len(apart), color="0.5" if recipe == "fp32-perturbed" else "tab:blue", s=18)
+            panel.scatter(apart, [y] * len(apart), color="0.5" if recipe in CONTROLS else "tab:blue", s=18)
             if apart:
                 panel.scatter([statistics.mean(apart)], [y], marker="|", color="black", s=120)
         panel.set_title(model)

@@ -1,4 +1,7 @@
-"""`greylag train` from weights of which one matrix differs by one part in a million: a study's control."""
+"""`greylag train` from weights that are each off by a random share of themselves: a study's control.
+
+Usage: perturbed.py SHARE JOB [what `greylag train` takes]
+"""
 
 import sys
 
@@ -8,12 +11,15 @@ from greylag.cli import main
 from greylag.model import Transformer
 
 initialize = Transformer.initialize
+share = float(sys.argv.pop(1))
 
 
+@torch.no_grad()
 def perturbed(self: Transformer, seed: int, rank: int = 0) -> None:
     initialize(self, seed, rank)
-    with torch.no_grad():
-        self.layers[0].attention.wqkv.weight.mul_(1 + 1e-6)
+    generator = torch.Generator().manual_seed(seed)
+    for weight in self.parameters():
+        weight.mul_(1 + share * torch.randn(weight.shape, generator=generator))
 
 
 if __name__ == "__main__":
