@@ -9,6 +9,42 @@ from typing import Literal
 import msgspec
 
 
+class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a kind of device reaches of its data sheet: the constants of the simulator, fitted to measured runs.
+
+    Shares are of the peak or the bandwidth. The defaults are those of no device in particular.
+    """
+
+    gemm: float = 0.75
+    """Of the peak, by a GEMM that is large in every dim."""
+    gemm_fp8: float = 0.65
+    """The same of the FP8 peak."""
+    gemm_ramp: float = 256.0
+    """Length of the contracted dim that a GEMM loses to filling and draining its pipeline."""
+    grouped: float = 0.85
+    """Speed of a grouped GEMM beside one GEMM of its rows."""
+    attention: float = 0.55
+    """Of the BF16 peak, by the attention core forward, causal FLOPs."""
+    attention_backward: float = 0.45
+    memory: float = 0.7
+    """Of the memory bandwidth, by elementwise kernels."""
+    kernel_us: float = 4.0
+    """Time that each kernel adds: its start, its tail, the gap behind it."""
+    node: float = 0.75
+    """Of the node link, by rings."""
+    network: float = 0.75
+    """Of the network link, by rings."""
+    all_to_all: float = 0.6
+    """Of the node link, by all-to-all."""
+    all_to_all_network: float = 0.5
+    """Of the network link, by all-to-all."""
+
+    @property
+    def kernel(self) -> float:
+        """Seconds that each kernel adds."""
+        return self.kernel_us * 1e-6
+
+
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One accelerator (or one CPU rank)."""
 
@@ -18,6 +54,9 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Dense peak by dtype (fp8, bf16, fp32), without sparsity. Empty where only a calibration knows."""
     memory_gib: float
     memory_gb_per_s: float | None = None
+    num_sms: int | None = None
+    """Streaming multiprocessors, over which the tiles of a GEMM are spread; None where tiles are not counted."""
+    efficiency: Efficiency = Efficiency()
 
     @property
     def memory(self) -> float:
@@ -56,6 +95,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     device: Device
     devices_per_node: int = 8
     num_nodes: int = 1
+    domain: int | None = None
+    """Devices that the `node` link joins, where it reaches beyond a node (72 in an NVL72 rack); None: a node's."""
     node: Link | None = None
     network: Link | None = None
 
@@ -63,6 +104,11 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def num_devices(self) -> int:
         """All devices."""
         return self.devices_per_node * self.num_nodes
+
+    @property
+    def linked(self) -> int:
+        """Devices that the `node` link joins."""
+        return self.domain or self.devices_per_node
 
     @property
     def is_local(self) -> bool:

@@ -16,6 +16,7 @@ from greylag.spec.finding import Finding
 from greylag.spec.model import Model
 from greylag.spec.precision import Precision
 from greylag.spec.recipe import layer_faults, recipe_faults
+from greylag.spec.software import Software
 from greylag.spec.strategy import Strategy
 
 PEAKS = ("fp8", "bf16", "fp32")
@@ -63,6 +64,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     precision: Precision
     cluster: Cluster
     strategy: Strategy = Strategy()
+    software: Software = Software(name="greylag")
+    """The framework that flies it."""
     sequence: int
     """Tokens per sequence."""
     global_batch: int
@@ -82,7 +85,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches per rank and step (gradient accumulation)."""
-        return self.global_batch // ((self.strategy.dp or 1) * self.strategy.micro_batch)
+        return self.global_batch // (self.strategy.data_parallel * self.strategy.micro_batch)
 
     def problems(self) -> list[Finding]:
         """Every fault of this job, as errors; empty when it can run."""
@@ -90,7 +93,10 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             *_name(self),
             *_model(self),
             *_cluster(self),
+            *positive("software.", self.software, ("launch_us", "exposed")),
             *_grid(self),
+            *_pipeline(self),
+            *_recompute(self),
             *_batch(self),
             *_precision(self),
             *_run(self),
@@ -99,9 +105,10 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     def __str__(self) -> str:
         s = self.strategy
         recompute = f", recompute {s.recompute}" if s.recompute != "none" else ""
+        chunks = f" vp{s.vp}" if s.vp > 1 else ""
         return (
             f"{self.name}: {self.model.name}, {self.precision.name}, {s.world} x {self.cluster.device.name}, "
-            f"dp{s.dp} (replicas {s.replicas}) pp{s.pp} cp{s.cp} tp{s.tp} ep{s.ep}, ZeRO-{s.zero}{recompute}, "
+            f"dp{s.dp} (replicas {s.replicas}) pp{s.pp}{chunks} cp{s.cp} tp{s.tp} ep{s.ep}, ZeRO-{s.zero}{recompute}, "
             f"{self.global_batch} x {self.sequence} tokens"
         )
 
@@ -141,12 +148,12 @@ def _cluster(job: Job) -> Iterator[Finding]:
 
 def _model(job: Job) -> Iterator[Finding]:
     model = job.model
-    yield from positive("model.", model)
+    yield from positive("model.", model, ("num_mtp_layers",))
     if model.mla:
         yield from positive("model.mla.", model.mla)
     if model.moe:
         yield from positive("model.moe.", model.moe, ("num_shared_experts", "num_dense_layers", "bias_update_rate"))
-    if any(positive("", model)) or (model.moe and model.moe.num_groups < 1):
+    if any(positive("", model, ("num_mtp_layers",))) or (model.moe and model.moe.num_groups < 1):
         return
     if not model.mla and model.head_dim is None and model.hidden_size % model.num_heads:
         yield error(
@@ -207,7 +214,7 @@ def _grid(job: Job) -> Iterator[Finding]:
     s, model, cluster = job.strategy, job.model, job.cluster
     bad = list(positive("strategy.", s, ("zero",)))
     yield from bad
-    if bad or any(positive("", cluster)) or any(positive("", model)):
+    if bad or any(positive("", cluster)) or any(positive("", model, ("num_mtp_layers",))):
         return
     if s.world != cluster.num_devices:
         yield error(
@@ -216,7 +223,7 @@ def _grid(job: Job) -> Iterator[Finding]:
             f"but cluster '{cluster.name}' has {cluster.num_devices}",
             "change the degrees or the cluster's size",
         )
-    if (s.dp or 1) % s.replicas:
+    if s.data_parallel % s.replicas:
         yield error("strategy.replicas", f"{s.replicas} does not divide dp {s.dp}", "choose a divisor")
     if s.zero > 1 and s.shards * s.cp == 1:
         yield error("strategy.zero", f"{s.zero} has no effect: a replica has one data-parallel rank", "set zero = 1")
@@ -232,25 +239,60 @@ def _grid(job: Job) -> Iterator[Finding]:
     for name, width in widths.items():
         if width % s.tp:
             yield error("strategy.tp", f"{s.tp} does not divide {name} {width}", "choose a divisor")
-    if s.pp > model.num_layers:
-        yield error("strategy.pp", f"{s.pp} stages for {model.num_layers} layers", "lower pp")
     if job.sequence % (2 * s.cp if s.cp > 1 else 1):
         yield error("strategy.cp", f"sequence {job.sequence} is not a multiple of 2 x cp {s.cp}", "change the sequence")
     if s.ep > 1 and not model.moe:
         yield error("strategy.ep", "the model has no experts", "remove it")
     elif model.moe and model.moe.num_experts % s.ep:
         yield error("strategy.ep", f"{s.ep} does not divide num_experts {model.moe.num_experts}", "choose a divisor")
-    if (s.shards * s.cp * s.tp) % s.ep:
-        yield error(
-            "strategy.ep", f"{s.ep} does not divide the {s.shards * s.cp * s.tp} ranks of a stage", "choose a divisor"
-        )
+    ranks = s.shards * s.cp * s.tp
+    if ranks % (s.ep * (s.etp or 1)):
+        of = f"{s.ep}" if s.etp is None else f"{s.ep} x etp {s.etp}"
+        yield error("strategy.ep", f"{of} does not divide the {ranks} ranks of a stage", "choose a divisor")
+    if s.etp is not None and not model.moe:
+        yield error("strategy.etp", "the model has no experts", "remove it")
+    elif model.moe and s.etp is not None and model.moe.ffn_hidden_size % s.etp:
+        yield error("strategy.etp", f"{s.etp} does not divide model.moe.ffn_hidden_size", "choose a divisor")
+
+
+def _pipeline(job: Job) -> Iterator[Finding]:
+    s, layers = job.strategy, job.model.num_layers
+    if min(s.pp, s.vp, layers) < 1:
+        return
+    if s.num_stages > layers + (2 if s.stage_layers else 0):
+        yield error("strategy.pp", f"{s.num_stages} stages for {layers} layers", "lower pp or vp")
+    if s.pp == 1:
+        yield from unused("strategy.", s, ("vp", "schedule", "stage_layers"), "without pipeline stages (pp = 1)")
+        return
+    if s.vp > 1 and s.schedule not in ("interleaved", "zb-v", "dualpipe-v"):
+        yield error("strategy.vp", f"has no effect with schedule {s.schedule!r}", 'set schedule = "interleaved"')
+    elif s.schedule == "interleaved" and s.vp == 1:
+        yield error("strategy.schedule", "interleaved needs vp of 2 or more", 'set vp, or schedule = "1f1b"')
+    elif s.schedule in ("zb-v", "dualpipe-v") and s.vp != 2:
+        yield error("strategy.vp", f"{s.schedule} folds the model once: a rank holds 2 stages", "set vp = 2")
+    if s.stage_layers and len(s.stage_layers) != s.num_stages:
+        yield error("strategy.stage_layers", f"{len(s.stage_layers)} for {s.num_stages} stages", "give one each")
+    elif s.stage_layers and (sum(s.stage_layers) != layers or min(s.stage_layers) < 0):
+        yield error("strategy.stage_layers", f"{sum(s.stage_layers)} layers of {layers}", "make them add up")
+    if s.schedule == "dualpipe" and s.pp % 2:
+        yield error("strategy.pp", f"{s.pp} is odd: dualpipe runs from both ends", "choose an even pp")
+
+
+def _recompute(job: Job) -> Iterator[Finding]:
+    s = job.strategy
+    if s.recompute == "selective" and not s.recompute_modules:
+        yield error("strategy.recompute_modules", "selective recompute of nothing", 'name modules, such as ["norm"]')
+    if s.recompute != "selective":
+        yield from unused("strategy.", s, ("recompute_modules",), f"with recompute = {s.recompute!r}")
+    if s.recompute == "none":
+        yield from unused("strategy.", s, ("recompute_layers",), "without recompute")
 
 
 def _batch(job: Job) -> Iterator[Finding]:
     for name in ("sequence", "global_batch"):
         if getattr(job, name) < 1:
             yield error(name, f"must be positive, is {getattr(job, name)}", "change it")
-    portion = (job.strategy.dp or 1) * job.strategy.micro_batch
+    portion = job.strategy.data_parallel * job.strategy.micro_batch
     if portion > 0 and job.global_batch >= 1 and job.global_batch % portion:
         yield error(
             "global_batch",

@@ -1,6 +1,6 @@
 """Reading job files: TOML, presets by name, `key=value` overrides, and errors that say what to do.
 
-The order is preset < file < command line. `model`, `precision` and `cluster` are each a preset's name, or a
+The order is preset < file < command line. `model`, `precision`, `cluster` and `software` are each a preset's name, or a
 table that may start from one with `preset = "name"`.
 """
 
@@ -20,12 +20,14 @@ from greylag.spec.error import SpecError
 from greylag.spec.job import Job
 from greylag.spec.model import Model
 from greylag.spec.precision import Precision, Recipe
+from greylag.spec.software import Software
 
 PRESETS = Path(__file__).parent.parent / "presets"
 SECTIONS: dict[str, tuple[type, str]] = {
     "model": (Model, "models"),
     "precision": (Precision, "precisions"),
     "cluster": (Cluster, "clusters"),
+    "software": (Software, "software"),
 }
 _SIZED = re.compile(r"(?P<preset>.+)-(?P<per_node>\d+)x(?P<nodes>\d+)")
 
@@ -51,7 +53,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 
 def job_from(table: dict[str, Any], name: str, where: str = "job") -> Job:
     """A Job from a table as a job file holds it."""
-    table = {"name": name, **table}
+    table = {"name": name, "software": "greylag", **table}
     for section, (kind, folder) in SECTIONS.items():
         if section not in table:
             raise SpecError(

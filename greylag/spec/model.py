@@ -36,6 +36,8 @@ class MoE(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """Shared experts are one MLP of `num_shared_experts * ffn_hidden_size`."""
     num_dense_layers: int = 0
     """How many layers at the bottom keep a dense MLP."""
+    every: int = 1
+    """Above them one layer in this many has experts: the last of each run (Llama 4 Maverick: 2)."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalize_top_k: bool = True
     """Divide the chosen scores by their sum."""
@@ -69,7 +71,8 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_sequence: int
     mla: MLA | None = None
     moe: MoE | None = None
-    activation: Literal["swiglu", "gelu"] = "swiglu"
+    activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"
+    """Of dense MLPs; `relu2` is the squared ReLU of Nemotron-4, ungated as GELU is."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     position: Literal["rope", "learned"] = "rope"
@@ -81,6 +84,12 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     qkv_bias: bool = False
     """Biases on the query, key and value projections alone (Qwen2)."""
     tied_embeddings: bool = False
+    window: int | None = None
+    """Tokens that sliding-window attention sees; None sees all before."""
+    full_attention_every: int = 1
+    """With a window, one layer in this many sees all (GPT-OSS: 2)."""
+    num_mtp_layers: int = 0
+    """Multi-token prediction modules behind the last layer (arXiv 2412.19437, section 2.2)."""
     init_std: float = 0.02
 
     @property
@@ -101,8 +110,14 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def num_moe_layers(self) -> int:
         """Number of layers whose MLP is a mixture of experts."""
-        return self.num_layers - self.moe.num_dense_layers if self.moe else 0
+        return sum(self.is_moe_layer(layer) for layer in range(self.num_layers)) if self.moe else 0
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether layer number `layer` (from 0) holds experts."""
-        return self.moe is not None and layer >= self.moe.num_dense_layers
+        if self.moe is None or layer < self.moe.num_dense_layers:
+            return False
+        return (layer - self.moe.num_dense_layers + 1) % self.moe.every == 0
+
+    def has_window(self, layer: int) -> bool:
+        """Whether layer number `layer` attends to a window alone."""
+        return self.window is not None and (layer + 1) % self.full_attention_every != 0

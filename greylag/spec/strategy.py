@@ -3,11 +3,17 @@
 The degrees use the field's axes: dp pp cp tp ep. `dp` counts every data-parallel rank; `replicas` of them
 groups stand outside the device mesh and exchange gradients over bare process groups, so that one of them can
 leave without disturbing the others, and the remaining `dp / replicas` ranks shard the state inside a replica.
+
+A search puts numpy arrays in the place of the integers: what computes with them is arithmetic alone.
 """
 
 from typing import Literal
 
 import msgspec
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"]
+RecomputeModule = Literal["attention", "norm", "activation", "mla_up", "mlp", "moe"]
+Overlapped = Literal["dp", "tp", "ep", "pp"]
 
 
 class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -18,26 +24,56 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     replicas: int = 1
     """How many data-parallel replicas stand outside the mesh; must divide dp."""
     pp: int = 1
+    vp: int = 1
+    """Virtual stages (model chunks) per rank; `interleaved`, `zb-v` and `dualpipe-v` have more than one."""
     cp: int = 1
     tp: int = 1
+    """Tensor-parallel degree, with sequence parallelism (arXiv 2205.05198)."""
     ep: int = 1
     """Expert-parallel degree; its groups are taken from the ranks of dp, cp and tp inside a replica."""
+    etp: int | None = None
+    """Tensor-parallel degree of experts; None takes tp."""
     zero: Literal[0, 1, 2, 3] = 1
     """What the dp ranks of a replica shard within a step (ZeRO, arXiv 1910.02054): 1 the optimizer state, 2 also the
     gradients, 3 also the parameters. Between steps parameters rest as shards at every level but 0."""
     micro_batch: int = 1
     """Sequences per rank in one forward."""
-    recompute: Literal["none", "full"] = "none"
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each of the pp x vp stages, in the model's order; empty spreads them as evenly as it goes."""
+    recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it (arXiv 1604.06174): full keeps the input of each layer and
-    runs the layer's forward again. Losses keep their bits."""
-    schedule: Literal["1f1b"] = "1f1b"
+    runs the layer's forward again, selective does so for some modules (arXiv 2205.05198). Losses keep their bits."""
+    recompute_modules: tuple[RecomputeModule, ...] = ()
+    """What `selective` computes again."""
+    recompute_layers: int | None = None
+    """In how many layers of each stage; None in all."""
+    schedule: Schedule = "1f1b"
+    overlap: tuple[Overlapped, ...] = ("dp",)
+    """Communication that runs beside compute on an accelerator."""
+    offload: tuple[Literal["optimizer", "activations"], ...] = ()
+    """What lies in the host's memory."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Data-parallel ranks, 1 where they are not said."""
+        return 1 if self.dp is None else self.dp
 
     @property
     def shards(self) -> int:
         """Data-parallel ranks inside one replica."""
-        return (self.dp or 1) // self.replicas
+        return self.data_parallel // self.replicas
 
     @property
     def world(self) -> int:
         """Number of ranks of the job."""
-        return (self.dp or 1) * self.pp * self.cp * self.tp
+        return self.data_parallel * self.pp * self.cp * self.tp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel degree of experts."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, virtual ones counted."""
+        return self.pp * self.vp

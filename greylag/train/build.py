@@ -49,6 +49,7 @@ def refuse(job: Job) -> None:
     for axis in ("pp", "cp", "tp"):
         if getattr(s, axis) > 1:
             faults.append(f"strategy.{axis}: {getattr(s, axis)}: training knows only dp and ep so far; set {axis} = 1")
+    faults += _unknown_to_training(job)
     if s.ep not in (1, s.shards):
         faults.append(
             f"strategy.ep: {s.ep}: training spreads experts over all {s.shards} dp ranks of a replica or over none; "
@@ -65,6 +66,25 @@ def refuse(job: Job) -> None:
     require_text(job.run.data, job.sequence, held_out + 1)
     if job.run.validation:
         require_text(job.run.validation, job.sequence, job.validation_sequences, "run.validation")
+
+
+def _unknown_to_training(job: Job) -> list[str]:
+    """Settings that the simulator knows and training does not, yet."""
+    s, model = job.strategy, job.model
+    settings: dict[str, tuple[object, object]] = {
+        "software.name": (job.software.name, "greylag"),
+        "strategy.vp": (s.vp, 1), "strategy.etp": (s.etp, None), "strategy.schedule": (s.schedule, "1f1b"),
+        "strategy.overlap": (s.overlap, ("dp",)), "strategy.offload": (s.offload, ()),
+        "strategy.recompute": (s.recompute, "none" if s.recompute == "none" else "full"),
+        "strategy.recompute_layers": (s.recompute_layers, None),
+        "model.window": (model.window, None), "model.num_mtp_layers": (model.num_mtp_layers, 0),
+        "model.activation": (model.activation, "gelu" if model.activation == "gelu" else "swiglu"),
+    }  # fmt: skip
+    return [
+        f"{key}: {value!r}: the simulator alone knows it so far; leave it {known!r}"
+        for key, (value, known) in settings.items()
+        if value != known
+    ]
 
 
 def build(job: Job, world: World) -> Flight:

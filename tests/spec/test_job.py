@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tables import BASE, merged
 
 from greylag.spec.load import job_from
+from tables import BASE, merged
 
 DENSE, MOE, H100 = "llama-3-tiny", "deepseek-v3-tiny", "h100-8x1"
 TENSOR = {"format": "e4m3", "granularity": "tensor"}
@@ -40,6 +40,19 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"cluster": {"preset": "h100-2x1", "device": {"peak_tflops": {"fp4": 1.0}}}}, "cluster.device.peak_tflops"),
     ({"cluster": {"preset": "h100-2x1", "device": {"peak_tflops": {"fp8": -1.0}}}}, "cluster.device.peak_tflops.fp8"),
     ({"cluster": {"preset": "h100-2x1", "name": "local-h100"}}, "cluster.name"),
+    ({"strategy": {"vp": 2}}, "strategy.vp"),
+    ({"strategy": {"schedule": "zb-h1"}}, "strategy.schedule"),
+    ({"strategy": {"dp": 1, "pp": 2, "vp": 2}}, "strategy.vp"),
+    ({"strategy": {"dp": 1, "pp": 2, "schedule": "interleaved"}}, "strategy.schedule"),
+    ({"strategy": {"dp": 1, "pp": 2, "schedule": "zb-v"}}, "strategy.vp"),
+    ({"strategy": {"dp": 1, "pp": 2, "stage_layers": [1, 2, 1]}}, "strategy.stage_layers"),
+    ({"strategy": {"dp": 1, "pp": 2, "stage_layers": [9, 9]}}, "strategy.stage_layers"),
+    ({"strategy": {"dp": 1, "pp": 3, "schedule": "dualpipe"}, "cluster": "local-3x1"}, "strategy.pp"),
+    ({"strategy": {"recompute": "selective"}}, "strategy.recompute_modules"),
+    ({"strategy": {"recompute_modules": ["norm"]}}, "strategy.recompute_modules"),
+    ({"strategy": {"recompute_layers": 1}}, "strategy.recompute_layers"),
+    ({"model": DENSE, "strategy": {"etp": 1}}, "strategy.etp"),
+    ({"software": {"preset": "greylag", "speed": 0}}, "software.speed"),
     ({"sequence": 4096}, "sequence"),
     ({"sequence": 0}, "sequence"),
     ({"global_batch": -4}, "global_batch"),

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tables import BASE, merged
 
 from greylag.spec import Finding, Job, SpecError, load_job
 from greylag.spec.load import job_from
+from tables import BASE, merged
 
 TEXT = """
 model = "deepseek-v3-tiny"
@@ -143,7 +143,7 @@ def test_wrong_type(changes: dict, key: str) -> None:
     ("changes", "key", "choice"),
     [
         ({"strategy": {"zero": 4}}, "strategy.zero", "3"),
-        ({"strategy": {"schedule": "gpipe"}}, "strategy.schedule", "1f1b"),
+        ({"strategy": {"schedule": "2f2b"}}, "strategy.schedule", "1f1b"),
         ({"precision": {"input": {"format": "fp4"}}}, "precision.input.format", "e4m3"),
         ({"precision": {"scale": ""}}, "precision.scale", "pow2"),
         ({"precision": {"high": "fp16"}}, "precision.high", "bf16"),

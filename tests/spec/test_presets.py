@@ -11,9 +11,10 @@ from greylag.spec.cluster import Cluster
 from greylag.spec.model import Model
 from greylag.spec.parts import num_active_parameters, num_parameters, parts
 from greylag.spec.precision import Precision
+from greylag.spec.software import Software
 
 PRESETS = Path(greylag.__file__).parent / "presets"
-KINDS = {"models": Model, "precisions": Precision, "clusters": Cluster}
+KINDS = {"models": Model, "precisions": Precision, "clusters": Cluster, "software": Software}
 FILES = [path for folder in KINDS for path in sorted((PRESETS / folder).glob("*.toml"))]
 
 

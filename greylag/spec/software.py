@@ -1,0 +1,35 @@
+"""Software: what a training framework does with a job, beyond the job's own settings.
+
+Two frameworks that fly the same job differ in the bytes they keep and in the time between kernels. The facts here are
+those that a prediction needs; a trainer other than Greylag's own is simulated and not run.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One generation of a framework."""
+
+    name: str
+    parameters: Literal["fp32", "bf16"] = "fp32"
+    """Weights as the model holds them. `bf16` has an FP32 master copy beside AdamW's moments."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are accumulated and reduced in."""
+    activations: Literal["autograd", "fused"] = "autograd"
+    """What backward keeps: `autograd`, what Greylag's own layers keep (`spec.kept`); `fused`, what the fused layers of
+    TransformerEngine and Megatron-Core keep."""
+    graphs: bool = False
+    """Whether kernels are launched from CUDA graphs, so that the host does not pace them."""
+    launch_us: float = 5.0
+    """Host time per kernel, without graphs: a layer is never faster than its launches."""
+    speed: float = 1.0
+    """Speed of this generation's kernels, beside that of the device's `Efficiency`."""
+    exposed: float = 0.2
+    """Share of the communication meant to be overlapped that still shows."""
+
+    @property
+    def launch(self) -> float:
+        """Seconds of host time per kernel."""
+        return 0.0 if self.graphs else self.launch_us * 1e-6
