@@ -24,8 +24,8 @@ class SwiGLU(nn.Module):
         """`x` (..., D) to (..., D)."""
         inner_PF = self.w_gate_up(x.reshape(-1, x.shape[-1]))
         rows = [(0, inner_PF.shape[0])]
-        y_PF, kept, factors_EF = gated(inner_PF, rows, self.form, self.smooth, self.w_down.quantizer)
-        y_PD: Tensor = self.w_down(y_PF, kept, factors_EF)
+        y_PF, kept, factors_EF, ready = gated(inner_PF, rows, self.form, self.smooth, self.w_down.quantizer)
+        y_PD: Tensor = self.w_down(y_PF, kept, factors_EF, ready)
         return y_PD.view(*x.shape[:-1], -1)
 
 

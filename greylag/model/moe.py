@@ -133,8 +133,8 @@ class Experts(nn.Module):
         rows_C, segments, num_rows = slots(expert_C, w_down.shape[0])
         x_PD = dispatch(x_RD, row_C, rows_C, num_rows)
         inner_P2F = grouped_linear(x_PD, w_gate_up, self.gate_up_quantizer, segments)
-        y_PF, kept, factors_EF = gated(inner_P2F, segments, self.form, self.smooth, self.down_quantizer)
-        y_PD = grouped_linear(y_PF, w_down, self.down_quantizer, segments, kept, factors_EF)
+        y_PF, kept, factors_EF, ready = gated(inner_P2F, segments, self.form, self.smooth, self.down_quantizer)
+        y_PD = grouped_linear(y_PF, w_down, self.down_quantizer, segments, kept, factors_EF, ready)
         return y_PD.index_select(0, rows_C)
 
     def extra_repr(self) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from greylag.numerics.cache import Kept
 from greylag.numerics.gemm import Segments, matmul_columns, matmul_segments
+from greylag.numerics.quantize import Quantized
 from greylag.numerics.quantizer import Quantizer
 from greylag.spec.precision import Gemms, Recipe
 
@@ -37,12 +38,12 @@ class _Linear(torch.autograd.Function):
         segments: Segments,
         kept: Kept | None,
         smooth_EK: Tensor | None,
+        ready: Quantized | None,
     ) -> Tensor:
-        if smooth_EK is not None:
-            x_PK, w_ = scale_rows(x_PK, smooth_EK, segments), _over_smooth(w, smooth_EK)
-        else:
-            w_ = w
-        qx = quantizer.quantize("forward", "input", x_PK)
+        w_ = w if smooth_EK is None else _over_smooth(w, smooth_EK)
+        if smooth_EK is not None and ready is None:
+            x_PK = scale_rows(x_PK, smooth_EK, segments)
+        qx = ready or quantizer.quantize("forward", "input", x_PK)
         y_PN = x_PK.new_empty(x_PK.shape[0], w.shape[-2])
         qw = [w_NK.t() for w_NK in quantizer.weights("forward", w_)]
         matmul_segments(qx, qw, segments, y_PN)
@@ -76,7 +77,7 @@ class _Linear(torch.autograd.Function):
             quantizer.tell("weight-gradient", qg_down.t(), qx, dw)
             if smooth_EK is not None:
                 dw = _over_smooth(dw, smooth_EK)
-        return dx_PK, dw, None, None, None, None
+        return dx_PK, dw, None, None, None, None, None
 
 
 def scale_rows(x_PK: Tensor, factor_EK: Tensor, segments: Segments) -> Tensor:
@@ -105,13 +106,19 @@ class Linear(nn.Module):
         nn.init.normal_(self.weight, std=in_features**-0.5)
         self.quantizer = Quantizer(recipe)
 
-    def forward(self, x: Tensor, kept: Kept | None = None, smooth_EK: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        kept: Kept | None = None,
+        smooth_EK: Tensor | None = None,
+        ready: Quantized | None = None,
+    ) -> Tensor:
         """`x` (..., K) times the transposed weight, plus bias.
 
-        `kept` and `smooth_EK` (1, K) as in `grouped_linear`.
+        `kept`, `smooth_EK` (1, K) and `ready` as in `grouped_linear`.
         """
         x_PK = x.reshape(-1, self.in_features)
-        y_PN = grouped_linear(x_PK, self.weight, self.quantizer, [(0, x_PK.shape[0])], kept, smooth_EK)
+        y_PN = grouped_linear(x_PK, self.weight, self.quantizer, [(0, x_PK.shape[0])], kept, smooth_EK, ready)
         if self.bias is not None:
             y_PN = y_PN + self.bias.to(y_PN.dtype)
         return y_PN.view(*x.shape[:-1], self.out_features)
@@ -128,11 +135,15 @@ def grouped_linear(
     segments: Segments,
     kept: Kept | None = None,
     smooth_EK: Tensor | None = None,
+    ready: Quantized | None = None,
 ) -> Tensor:
     """Rows of `x` in segments, each times the transpose of its own weight: (P, N), zero between segments.
 
     `kept` stands for the input (already smoothed) in the weight gradient, instead of a cache of its own. `smooth_EK`
     are powers of two that multiply the channels of `x` and divide those of the weights before quantization.
+    `ready` is the (smoothed) input as the forward GEMM takes it, from who made `x`; with it comes `kept`, and of `x`
+    only shape and dtype are read.
     """
-    y: Tensor = _Linear.apply(x_PK, w_ENK, quantizer, segments, kept, smooth_EK)  # type: ignore[no-untyped-call]
+    assert ready is None or kept
+    y: Tensor = _Linear.apply(x_PK, w_ENK, quantizer, segments, kept, smooth_EK, ready)  # type: ignore[no-untyped-call]
     return y

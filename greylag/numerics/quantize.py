@@ -166,19 +166,36 @@ def quantize(
 
 def _by_kernel(x_MK: Tensor, fmt: Format, tile: Tile, kind: ScaleKind, nonfinite: Tensor | None) -> Quantized | None:
     """The same bits from a kernel that reads `x` once; None where there is none for the tile or the format."""
-    if fmt.dtype is None or kind not in ("pow2", "fp32"):
+    if not has_kernel(fmt, kind):
         return None
     module, shape = kernels("quantize"), (x_MK.shape[0], x_MK.shape[1])
     if tile == (1, BLOCK):
         out = module.quantize_1x128(x_MK, fmt, kind, turned=False, nonfinite=nonfinite)
-        return Quantized(shape, tile, out.scale_inv, codes=out.codes, fmt=fmt)
+        return in_tiles(out.rows, fmt)
     if tile == (BLOCK, 1):
         out = module.quantize_1x128(x_MK, fmt, kind, turned=True, nonfinite=nonfinite)
-        return Quantized(shape, tile, out.turned_scale_inv.t(), codes=out.turned.t(), fmt=fmt)
+        return in_tiles(out.columns, fmt).t()
     if tile == (BLOCK, BLOCK):
         out = module.quantize_128x128(x_MK, fmt, kind, turned=False, nonfinite=nonfinite)
         return Quantized(shape, tile, out.scale_inv, codes=out.codes, fmt=fmt)
     return None
+
+
+def both_ways(x_MK: Tensor, fmt: Format, kind: ScaleKind, nonfinite: Tensor | None) -> tuple[Quantized, Quantized]:
+    """`x` in 1x128 and in 128x1 tiles, from a kernel that reads it once."""
+    out = kernels("quantize").quantize_1x128(x_MK, fmt, kind, nonfinite=nonfinite)
+    return in_tiles(out.rows, fmt), in_tiles(out.columns, fmt).t()
+
+
+def in_tiles(half: tuple[Tensor, Tensor], fmt: Format) -> Quantized:
+    """Codes (M, K) and scales in 1x128 tiles, as a kernel gives them."""
+    codes_MK, scale_inv = half
+    return Quantized((codes_MK.shape[0], codes_MK.shape[1]), (1, BLOCK), scale_inv, codes=codes_MK, fmt=fmt)
+
+
+def has_kernel(fmt: Format, kind: ScaleKind) -> bool:
+    """Whether kernels write the format and make the scale."""
+    return fmt.dtype is not None and kind in ("pow2", "fp32")
 
 
 def _is_tiny(unit: Tensor, fmt: Format) -> bool:

@@ -10,13 +10,14 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
+from greylag.numerics import device
 from greylag.numerics.cache import Kept, keep
-from greylag.numerics.formats import FORMATS
+from greylag.numerics.formats import FORMATS, Format
 from greylag.numerics.gemm import Segments, kernel
-from greylag.numerics.quantize import Quantized, cast, quantize, tile_of
+from greylag.numerics.quantize import Quantized, both_ways, cast, has_kernel, quantize, tile_of
 from greylag.numerics.scaling import DelayedScale
 from greylag.numerics.weight import QuantizedWeight
-from greylag.spec.precision import BLOCK, GEMMS, OPERANDS, GemmName, Gemms, OperandRole, Recipe
+from greylag.spec.precision import BLOCK, GEMMS, OPERANDS, GemmName, Gemms, OperandRole, Recipe, ScaleKind
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -63,6 +64,17 @@ class Quantizer(nn.Module):
         """Who is told of this pass: nobody in evaluation and recompute, which leave no trace."""
         return self.observer if self.training else None
 
+    @property
+    def counter(self) -> Tensor | None:
+        """What counts the tiles with Inf or NaN in this pass."""
+        return self.nonfinite if self.training else None
+
+    @property
+    def keeps_forward(self) -> bool:
+        """Whether it is the forward's operand that is kept of the input."""
+        ours, theirs = self.gemms.weight_gradient, self.gemms.forward
+        return ours == theirs and (ours.retiles or ours.input.granularity == "tensor")
+
     def _scale_of(self, gemm: GemmName, role: OperandRole) -> str:
         """Name of a delayed scale: GEMMs of one recipe share the role's, another recipe has its own."""
         users = [g for g in GEMMS if role in OPERANDS[g]]
@@ -73,6 +85,16 @@ class Quantizer(nn.Module):
         """What an operand takes its scale from, if from earlier steps."""
         scale: DelayedScale | None = getattr(self, self._scale_of(gemm, role), None)
         return scale
+
+    def tiles(self, gemm: GemmName, role: OperandRole) -> tuple[Format, ScaleKind] | None:
+        """Format and scale of an operand in 1x128 tiles such as kernels make; None for any other."""
+        recipe = self.gemms.of(gemm)
+        operand = recipe.operand(role)
+        plain = operand.timing == "current" and operand.rounding == "nearest"
+        if not (operand.is_scaled and operand.granularity == "1x128" and plain):
+            return None
+        how = FORMATS[operand.format], recipe.scale
+        return how if has_kernel(*how) else None
 
     def quantize(
         self,
@@ -100,14 +122,19 @@ class Quantizer(nn.Module):
             tile,
             recipe.scale,
             self.delayed(gemm, role),
-            self.nonfinite if self.training else None,
+            self.counter,
             turn,
             [(start // BLOCK, -(-count // BLOCK)) for start, count in groups] if one_for_each else (),
             self._noise(x_MK.device) if operand.rounding == "stochastic" else None,
         )
+        return self.made(gemm, role, x_MK, quantized)
+
+    def made(self, gemm: GemmName, role: OperandRole, source_MK: Tensor | None, operand: Quantized) -> Quantized:
+        """The operand, once the observer, if any, has heard of it; without one the source may be gone."""
         if self.watcher:
-            self.watcher.quantized(gemm, role, x_MK, quantized)
-        return quantized
+            assert source_MK is not None
+            self.watcher.quantized(gemm, role, source_MK, operand)
+        return operand
 
     def _noise(self, device: torch.device) -> torch.Generator:
         self.draws += 1
@@ -115,10 +142,13 @@ class Quantizer(nn.Module):
 
     def keep(self, x_PK: Tensor, forward: Quantized, segments: Segments) -> Kept:
         """The layer's input, kept for the weight gradient; `forward` is what the forward GEMM takes of it."""
-        ours, theirs = self.gemms.weight_gradient, self.gemms.forward
-        same = ours == theirs and (ours.retiles or ours.input.granularity == "tensor")
-        q = forward if same else self.quantize("weight-gradient", "input", x_PK, along_rows=False, groups=segments)
-        kept = keep(q, ours.scale)
+        if not self.keeps_forward:
+            forward = self.quantize("weight-gradient", "input", x_PK, along_rows=False, groups=segments)
+        return self.keep_operand(forward)
+
+    def keep_operand(self, q: Quantized) -> Kept:
+        """The input, kept as an operand."""
+        kept = keep(q, self.gemms.weight_gradient.scale)
         if self.watcher:
             self.watcher.kept("input", kept)
         return kept
@@ -136,6 +166,11 @@ class Quantizer(nn.Module):
 
     def gradients(self, g_PN: Tensor, segments: Segments, both: bool) -> tuple[Quantized, Quantized | None]:
         """The output gradient as the input gradient takes it and, if `both` are wanted, the weight gradient."""
+        how = self.tiles("input-gradient", "grad") if both else None
+        if how and how == self.tiles("weight-gradient", "grad") and device.by_kernel(g_PN, "quantize"):
+            rows, columns = both_ways(g_PN, *how, self.counter)
+            self.made("input-gradient", "grad", g_PN, rows)
+            return rows, self.made("weight-gradient", "grad", g_PN, columns)
         along = self.quantize("input-gradient", "grad", g_PN)
         dgrad, wgrad = self.gemms.input_gradient, self.gemms.weight_gradient
         if not both:

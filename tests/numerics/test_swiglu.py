@@ -59,8 +59,8 @@ def block(form=None, smooth=False, name="fp8-block128", segments=ROWS):
 
     def forward(x, w_gate_up, w_down):
         inner = grouped_linear(x, w_gate_up, first, segments)
-        y, kept, factors = gated(inner, segments, form, smooth, second)
-        return grouped_linear(y, w_down, second, segments, kept, factors)
+        y, kept, factors, ready = gated(inner, segments, form, smooth, second)
+        return grouped_linear(y, w_down, second, segments, kept, factors, ready)
 
     return forward
 

@@ -9,8 +9,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Literal, get_args
 
-What = Literal["quantize", "swiglu + quantize", "rmsnorm + quantize", "block gemm", "grouped gemm", "tensor gemm"]
-"""Operators that have more than one implementation."""
+What = Literal["quantize", "swiglu + quantize", "block gemm", "grouped gemm", "tensor gemm"]
+"""Operators that have more than one implementation in use."""
 
 FP8_CAPABILITY = (8, 9)
 """The first CUDA compute capability with FP8 casts and tensor cores: PTX ISA, `cvt` and `mma` with .e4m3 (sm_89)."""

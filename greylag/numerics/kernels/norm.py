@@ -3,7 +3,8 @@
 Along the rows alone one kernel does both, a row in registers. Tiles down the columns need 128 rows at once, which do
 not fit: there the first kernel leaves its statistics (backward wants them anyway) and a second one reads `x` again.
 Rounding is that of the unfused operator (RMSNorm in FP32, rounded to the dtype of `x`); the mean of the squares is
-summed in the device's order.
+summed in the device's order. The model does not call it: most of its norms have several readers, some in high
+precision.
 
 Shape suffixes: M rows, D columns.
 """

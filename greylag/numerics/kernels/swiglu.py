@@ -28,6 +28,7 @@ from greylag.numerics.kernels.tile import (
     room,
     row_major,
     rule,
+    spans,
     store_tile,
 )
 from greylag.spec.precision import ScaleKind
@@ -41,11 +42,13 @@ def swiglu_quantize(
     segments: Sequence[tuple[int, int]] | Tensor | None = None,
     turned: bool = False,
     nonfinite: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> Encoded:
     """FP32 or BF16 `x` (P, 2F), gate and up side by side, to silu(gate) * up (P, F) in 1x128 tiles.
 
     `factors_EF` (FP32, powers of two) multiply each channel of a segment's rows before it is quantized (Smooth-SwiGLU,
     arXiv 2409.12517); without `segments` all rows are one. `turned` and `nonfinite` as in `quantize_1x128`.
+    `source` (P, F), contiguous and of the dtype of `x`, is filled with what is quantized, for who looks on.
     """
     P, F = x.shape[0], x.shape[1] // 2
     x = row_major(x)
@@ -54,8 +57,9 @@ def swiglu_quantize(
     size = {"SEGMENTS": 1} if table is None else table_size(table)
     num_segments = 0 if table is None else table.shape[0]
     _swiglu_quantize[(blocks_of(F), blocks_of(P))](
-        x, factors_EF, table, num_segments, P, F, x.stride(0), *places(out), nonfinite, **rule(fmt, kind), **size
-    )
+        x, factors_EF, table, num_segments, P, F, x.stride(0), source, *places(out), nonfinite,
+        **rule(fmt, kind), **size,
+    )  # fmt: skip
     return out
 
 
@@ -82,7 +86,7 @@ def _gated(x_ptr, row, column, P, F, stride):
 
 @triton.jit
 def _swiglu_quantize(
-    x_ptr, factors_ptr, table_ptr, num_segments, P, F, x_stride,
+    x_ptr, factors_ptr, table_ptr, num_segments, P, F, x_stride, source_ptr,
     codes_ptr, codes_stride, scale_ptr, turned_ptr, turned_stride, turned_scale_ptr, nonfinite_ptr,
     MAX: tl.constexpr, POW2: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +95,11 @@ def _swiglu_quantize(
     if factors_ptr is not None:
         expert, _ = segment_of(row * EDGE, table_ptr, num_segments, SEGMENTS)
         columns = column.to(tl.int64) * EDGE + tl.arange(0, EDGE)
-        y = y * tl.load(factors_ptr + expert.to(tl.int64) * F + columns, mask=columns < F, other=1.0)[None, :]
+        factors = tl.load(factors_ptr + expert.to(tl.int64) * F + columns, mask=columns < F, other=1.0)
+        y = (y * factors[None, :]).to(x_ptr.dtype.element_ty).to(tl.float32)
+    if source_ptr is not None:
+        rows, columns = spans(row, column)
+        tl.store(source_ptr + rows * F + columns, y.to(x_ptr.dtype.element_ty), mask=(rows < P) & (columns < F))
     store_tile(
         y, row, column, P, F,
         codes_ptr, codes_stride, scale_ptr, turned_ptr, turned_stride, turned_scale_ptr, nonfinite_ptr, MAX, POW2,
