@@ -1,114 +1,118 @@
-"""Memory: peak bytes of the fullest rank, by pool.
+"""Memory: peak bytes of each pipeline stage's ranks, by component, and the moment at which the peak comes.
 
-At rest a rank holds its parameters, gradients and moments, cut as the ZeRO level says. The peak comes when backward
-has just begun: every micro-batch in flight keeps its activations, the last layer's feed-forward is being
-differentiated, and parameters and gradients lie gathered for a moment. With recompute, where layers keep their inputs
-alone, it may also come late, when the gradients are there. Fragmentation is not modelled.
+`predict_memory` is what a Step carries. `memory` is the whole account for frameworks with fused layers
+(`memory_fused`): what rests on a rank, and what stands beside it at each of the moments that can be the peak. Every
+degree of the strategy but pp and vp, the sequence and the global batch may be numpy arrays, one value a candidate.
+Greylag's own layers, whose account is tested against the trainer, are `memory_autograd`'s.
 """
 
+from dataclasses import dataclass
+
+import numpy as np
+
+from greylag.sim.memory_autograd import autograd_memory
+from greylag.sim.memory_fused import Layers, Stage, fused_stage
+from greylag.spec.cluster import Device
+from greylag.spec.holdings import Number, chunks
 from greylag.spec.job import Job
-from greylag.spec.kept import history_bytes, kept_by_head, kept_bytes, kept_of_input
-from greylag.spec.precision import BYTES
-from greylag.spec.shards import gathered_width, held, moment_bytes, rank_parameters, shards_of, unit_bytes, units
-from greylag.spec.work import distinct_layers, layer_recipes, padded_rows
+from greylag.spec.kept_fused import Fusion
+from greylag.spec.step import POOLS
+
+FRAGMENTATION = 0.045
+"""Bytes reserved beyond those allocated, as a share. Fitted: the middle of the stages of SimuMax's B200 runs, which
+range from 0.02 to 0.07 (MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.json)."""
+CONTEXT = 1.0 * 2**30
+"""Bytes that CUDA's context, its kernels and NCCL's channels take outside the allocator: an allowance for about 0.5 GiB
+of context and 4 MiB a channel and peer (NVIDIA/nccl, NCCL_BUFFSIZE). No row measures it, and no total holds it."""
+POOL_OF = {
+    "weights": "parameters",
+    "FP8 weights": "parameters",
+    "gradients": "gradients",
+    "master weights": "optimizer",
+    "moments": "optimizer",
+}
+"""Pool (`spec.step.POOLS`) of what rests; all else comes and goes within a step."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes of a rank of each pipeline stage that was asked for, first stage first."""
+
+    stages: tuple[Stage, ...]
+
+    def stage(self, rank: int) -> Stage:
+        """Of the ranks at place `rank` of the pipeline; negative from the end."""
+        return self.stages[rank]
+
+    @property
+    def peak_stage(self) -> Number:
+        """Place of the fullest stage in `stages`."""
+        return np.argmax(np.broadcast_arrays(*(s.total for s in self.stages)), axis=0)
+
+    @property
+    def total(self) -> Number:
+        """Allocated bytes of the fullest stage's ranks at their peak."""
+        return np.maximum.reduce(np.broadcast_arrays(*(s.total for s in self.stages)))
+
+    @property
+    def reserved(self) -> Number:
+        """Bytes that the allocator holds by then: what is allocated, and what lies between (`FRAGMENTATION`)."""
+        return self.total * (1 + FRAGMENTATION)
+
+    @property
+    def components(self) -> dict[str, list[Number]]:
+        """By component, bytes on each stage at its peak."""
+        by_stage = [stage.components for stage in self.stages]
+        names = dict.fromkeys(name for components in by_stage for name in components)
+        return {name: [components.get(name, 0.0) for components in by_stage] for name in names}
+
+    def fits(self, device: Device) -> Number:
+        """Whether the fullest stage fits beside the driver's own memory (`CONTEXT`)."""
+        return self.reserved + CONTEXT <= device.memory
+
+    def __str__(self) -> str:
+        stage = self.stages[int(self.peak_stage)]
+        lines = [f"stage {int(self.peak_stage)}, {stage.moment}: {float(stage.total) / 2**30:.2f} GiB allocated"]
+        return "\n".join(lines + [f"  {size / 2**30:8.3f} GiB  {name}" for name, size in breakdown(stage)])
+
+
+def breakdown(stage: Stage) -> list[tuple[str, float]]:
+    """(component, bytes) of one candidate's stage at its peak, largest first, without those that are nothing."""
+    sizes = [(name, float(size)) for name, size in stage.components.items()]
+    return sorted(((name, size) for name, size in sizes if size), key=lambda item: -item[1])
+
+
+def memory(job: Job, fusion: Fusion | None = None) -> Memory:
+    """The account of every stage of a job whose layers are fused.
+
+    `fusion` says what of a layer is fused; None takes what is usual for the software (`Fusion.of`).
+    """
+    layers = Layers.of(job, fusion or Fusion.of(job.software))
+    return Memory(tuple(fused_stage(layers, rank) for rank in range(job.strategy.pp)))
+
+
+def fullest(job: Job, fusion: Fusion | None = None) -> Memory:
+    """As `memory`, but only of stages that can be the fullest. This is what a search asks for.
+
+    Of stages with the same layers the earliest stands for all: no later one has more in flight.
+    """
+    layers = Layers.of(job, fusion or Fusion.of(job.software))
+    number = {kind: n for n, kind in enumerate(layers.terms)}
+    alike: dict[object, int] = {}
+    for rank in range(job.strategy.pp):
+        held = chunks(job.model, job.strategy, rank)
+        counts = [sorted((number[kind], count) for kind, count in layers.count(c).items()) for c in held]
+        key = tuple((tuple(n), c.has_embedding, c.has_head) for n, c in zip(counts, held, strict=True))
+        alike.setdefault(key, rank)
+    return Memory(tuple(fused_stage(layers, rank) for rank in alike.values()))
 
 
 def predict_memory(job: Job) -> dict[str, float]:
-    """Peak bytes of a rank of an average stage by pool (`spec.step.POOLS`)."""
-    mine = rank_parameters(job, sharded=job.strategy.zero > 0)
-    return {
-        "parameters": 4 * mine + history_bytes(job),
-        "gradients": 4 * mine,
-        "optimizer": moment_bytes(job, sharded=job.strategy.zero > 0),
-        "activations": max(_in_backward(job, 4 * mine), _in_reduce(job, 4 * mine)),
-    }
-
-
-def _in_backward(job: Job, gradients: float) -> float:
-    """Beyond what rests, in backward; less the `gradients` at rest that do not exist yet."""
-    s, model = job.strategy, job.model
-    tokens, last = s.micro_batch * job.sequence // s.cp, model.num_layers - 1
-    kept = sum(times * _kept(job, layer, tokens) for layer, times in distinct_layers(model, job.precision))
-    kept *= min(s.pp, job.num_micro_batches) / s.pp
-    head = _head(job, tokens) if s.pp == 1 else 0.0
-    whole_gradients = s.zero == 1 and s.shards * s.cp > 1
-    absent = gradients if whole_gradients or job.num_micro_batches == 1 else 0.0
-    start = (
-        kept + max(head, _again(job, last, tokens) + _workspace(job, last, tokens)) + _gathered(job, s.zero) - absent
-    )
-    return max(0.0, start, _late(job, tokens))
-
-
-def _kept(job: Job, layer: int, tokens: int) -> float:
-    """Of one layer and micro-batch, from forward to backward."""
-    s = job.strategy
-    if s.recompute == "full":
-        return tokens * job.model.hidden_size * BYTES[job.precision.high] / s.tp
-    return kept_bytes(job.model, job.precision, layer, tokens, s.tp, s.ep)
-
-
-def _again(job: Job, layer: int, tokens: int) -> float:
-    """What recompute brings back of the layer that backward is in, beside its input."""
-    s = job.strategy
-    return kept_bytes(job.model, job.precision, layer, tokens, s.tp, s.ep) - _kept(job, layer, tokens)
-
-
-def _late(job: Job, tokens: int) -> float:
-    """With recompute, at the first layer of each kind: inputs up to there, and the gradients of the layers behind."""
-    s = job.strategy
-    if s.recompute == "none" or job.num_micro_batches > 1:
-        return 0.0
-    *gradients, _ = (4 * sum(held(p, s) / (shards_of(p, s) if s.zero else 1) for p in u) for u in units(job.model))
-    most = 0.0
-    for layer, _ in distinct_layers(job.model, job.precision):
-        there = (layer + 1) * _kept(job, layer, tokens) + _again(job, layer, tokens) + _workspace(job, layer, tokens)
-        most = max(most, there - sum(gradients[: layer + 1]))
-    return most + _gathered(job, 3 if s.zero else 0)
-
-
-def _head(job: Job, tokens: int) -> float:
-    """Of head and loss when backward begins: what they keep, and the gradients of log-probabilities and logits."""
-    s, model = job.strategy, job.model
-    return kept_by_head(model, job.precision, tokens, s.tp) + 2 * 4 * tokens * model.vocab_size / s.tp
-
-
-def _workspace(job: Job, layer: int, tokens: int) -> float:
-    """Of a layer's activation in backward: the gradients of output and input and temporaries, in FP32.
-
-    SwiGLU's input is two wide and its temporaries are three, GELU's one and two. The head's activations and the
-    down-projection's input have been freed by then.
-    """
-    s, model = job.strategy, job.model
-    moe = model.moe if model.is_moe_layer(layer) else None
-    rows = padded_rows(model, tokens, s.ep) if moe else tokens
-    width = (moe.ffn_hidden_size if moe else model.ffn_hidden_size) // s.tp
-    workspace = (6 if model.activation == "swiglu" else 4) * 4 * rows * width
-    if model.activation == "swiglu" and job.precision.swiglu_input != "high":
-        return workspace
-    down = layer_recipes(model, job.precision, layer)["ffn.experts.w_down" if moe else "ffn.w_down"]
-    return workspace - kept_of_input(down.weight_gradient, rows, width)
-
-
-def _gathered(job: Job, zero: int) -> float:
-    """Parameters that lie gathered in backward, and gradients not scattered yet: at ZeRO-3 at any time, else first."""
-    s = job.strategy
-    if zero == 0:
-        return 0.0
-    weights, sizes = (
-        [sum(size for n, size in unit_bytes(unit, s, width).items() if n > 1) for unit in units(job.model)]
-        for width in (gathered_width(job), None)
-    )
-    # An average stage holds 1/pp of each unit in `unit_bytes`; what is gathered at once is one whole layer.
-    largest = max(sizes[:-1]) * s.pp
-    if zero == 3:  # parameters of this layer and the next, gradients of this one
-        behind = 2 if s.recompute == "full" else 1  # the layer behind is being scattered by then
-        return weights[-1] + 2 * max(weights[:-1]) * s.pp + behind * largest
-    if zero == 1 and job.num_micro_batches > 1:
-        return sum(weights) + sum(sizes)
-    return sum(weights) + largest
-
-
-def _in_reduce(job: Job, gradients: float) -> float:
-    """The one message in which gradients are averaged over replicas, or over ranks that shard nothing."""
-    s = job.strategy
-    return gradients if s.replicas > 1 or (s.zero == 0 and s.shards * s.cp > 1) else 0.0
+    """Peak bytes by pool (`spec.step.POOLS`): of a rank of the fullest stage, of an average one for Greylag's own."""
+    if job.software.activations == "autograd":
+        return autograd_memory(job)
+    account = fullest(job)
+    pools = dict.fromkeys(POOLS, 0.0)
+    for name, size in account.stages[int(account.peak_stage)].components.items():
+        pools[POOL_OF.get(name, "activations")] += float(size)
+    return pools

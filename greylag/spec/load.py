@@ -1,7 +1,8 @@
 """Reading job files: TOML, presets by name, `key=value` overrides, and errors that say what to do.
 
 The order is preset < file < command line. `model`, `precision`, `cluster` and `software` are each a preset's name, or a
-table that may start from one with `preset = "name"`.
+table that may start from one with `preset = "name"`. For a model, the path of a Hugging Face config.json may stand in
+the place of the name.
 """
 
 import difflib
@@ -17,6 +18,7 @@ import msgspec
 
 from greylag.spec.cluster import Cluster
 from greylag.spec.error import SpecError
+from greylag.spec.huggingface import model_table
 from greylag.spec.job import Job
 from greylag.spec.model import Model
 from greylag.spec.precision import Precision, Recipe
@@ -48,18 +50,19 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
             raise SpecError(f"override {override!r} undoes the one of '{lost}' before it; leave one of them out")
         keys.append(key)
         _override(table, key, value)
-    return job_from(table, name=path.stem, where=str(path))
+    return job_from(table, name=path.stem, where=str(path), folder=path.parent)
 
 
-def job_from(table: dict[str, Any], name: str, where: str = "job") -> Job:
-    """A Job from a table as a job file holds it."""
+def job_from(table: dict[str, Any], name: str, where: str = "job", folder: Path = Path()) -> Job:
+    """A Job from a table as a job file holds it. Paths in it are relative to `folder`."""
     table = {"name": name, "software": "greylag", **table}
-    for section, (kind, folder) in SECTIONS.items():
+    for section, (kind, kept_in) in SECTIONS.items():
         if section not in table:
             raise SpecError(
-                f"{where}: '{section}' is missing; name a preset ({', '.join(presets(folder))}) or write a table"
+                f"{where}: '{section}' is missing; name a preset ({', '.join(presets(kept_in))}) or write a table"
             )
-        table[section] = _section(table[section], section, kind, folder, where)
+        value = _published(table[section], folder) if section == "model" else table[section]
+        table[section] = _section(value, section, kind, kept_in, where)
     _fill_recipes(table["precision"], where)
     _check_keys(table, Job, where, "")
     _check_range(table, where, "")
@@ -124,6 +127,18 @@ def _override(table: dict[str, Any], key: str, value: Any) -> None:
         table[section] = dict(inner)
         table = table[section]
     table[last] = value
+
+
+def _published(model: Any, folder: Path) -> Any:
+    """The model of a config.json, with the changes that a table makes to it; else `model` as it is."""
+    source = model.get("preset") if isinstance(model, dict) else model
+    if not isinstance(source, str) or not source.endswith(".json"):
+        return model
+    base = model_table(folder / source)
+    if not isinstance(model, dict):
+        return base
+    own = {key: value for key, value in model.items() if key != "preset"}
+    return _merge(base, {"name": base["name"] + " (changed)", **own}) if own else base
 
 
 def _section(value: Any, section: str, kind: type, folder: str, where: str) -> dict[str, Any]:

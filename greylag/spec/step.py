@@ -26,6 +26,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """From 1; 0 for a prediction, which stands for every step."""
     seconds: dict[str, float]
     """By phase, keys of `PHASES`."""
+    causes: dict[str, float] = {}
+    """Predicted seconds by what they are spent on, of a rank of the busiest stage; they overlap the phases."""
     bytes: dict[str, float] = {}
     """Peak memory by pool, keys of `POOLS`; empty where it was not measured in this step."""
     wire_bytes: float = 0.0

@@ -44,17 +44,23 @@ class Op(NamedTuple):
     """Number of calls that share the elements."""
 
 
-def layer_gemms(model: Model, layer: int, tokens: int, tp: int = 1, ep: int = 1) -> list[Gemm]:
-    """The linear layers of one layer for `tokens` tokens of one rank."""
-    return [_gemm(model, part, tokens, tp, ep) for part in layer_parts(model, layer) if len(part.shape) > 1]
+def layer_gemms(
+    model: Model, layer: int, tokens: int, tp: int = 1, ep: int = 1, etp: int | None = None
+) -> list[Gemm]:
+    """The linear layers of one layer for `tokens` tokens of one rank; experts are cut by `etp`, by tp if None.
+
+    Experts that fewer tp ranks cut see the tokens of the others no more, but as many of their own.
+    """
+    return [_gemm(model, part, tokens, tp, ep, etp) for part in layer_parts(model, layer) if len(part.shape) > 1]
 
 
-def _gemm(model: Model, part: Part, tokens: int, tp: int, ep: int) -> Gemm:
+def _gemm(model: Model, part: Part, tokens: int, tp: int, ep: int, etp: int | None) -> Gemm:
     n, k = part.shape[-2:]
     if part.role == "expert":
         assert model.moe
-        n, k = (n // tp, k) if part.tp == 1 else (n, k // tp)
-        rows = tokens * model.moe.top_k * ep // model.moe.num_experts
+        cut = tp if etp is None else etp
+        n, k = (n // cut, k) if part.tp == 1 else (n, k // cut)
+        rows = tokens * model.moe.top_k * ep * cut // (model.moe.num_experts * tp)
         return Gemm(part.name, part.role, rows, n, k, model.moe.num_experts // ep)
     n, k = (n // tp, k) if part.tp == 0 else (n, k // tp) if part.tp == 1 else (n, k)
     return Gemm(part.name, part.role, tokens, n, k)
@@ -65,10 +71,18 @@ def head_gemm(model: Model, tokens: int, tp: int = 1) -> Gemm:
     return Gemm("head.weight", "head", tokens, model.vocab_size // tp, model.hidden_size)
 
 
-def attention_flops(model: Model, sequence: int, tokens: int, tp: int = 1, causal: bool = True) -> float:
-    """Forward FLOPs of q k^T and the product with v in one layer; causal attention is half of the square."""
+def attention_flops(
+    model: Model, sequence: int, tokens: int, tp: int = 1, causal: bool = True, window: int | None = None
+) -> float:
+    """Forward FLOPs of q k^T and the product with v in one layer; causal attention is half of the square.
+
+    With a `window` a token sees that many at most, itself included.
+    """
     width = model.num_heads // tp * (model.qk_head_dim + model.v_head_dim)
-    return 2.0 * tokens * sequence * width * ((sequence + 1) / (2 * sequence) if causal else 1.0)
+    seen = (sequence + 1) / 2 if causal else float(sequence)
+    if window is not None and window < sequence:
+        seen = window - window * (window - 1) / (2 * sequence)
+    return 2.0 * tokens * width * seen
 
 
 def forward_flops(model: Model, sequence: int, tokens: int, causal: bool = True) -> float:
@@ -76,7 +90,8 @@ def forward_flops(model: Model, sequence: int, tokens: int, causal: bool = True)
     total = float(head_gemm(model, tokens).flops)
     for layer, times in distinct_layers(model):
         linear = sum(g.flops for g in layer_gemms(model, layer, tokens))
-        total += times * (linear + attention_flops(model, sequence, tokens, causal=causal))
+        window = model.window if model.has_window(layer) else None
+        total += times * (linear + attention_flops(model, sequence, tokens, causal=causal, window=window))
     return total
 
 
@@ -92,20 +107,23 @@ def step_flops(job: Job) -> float:
 
 
 def distinct_layers(model: Model, precision: Precision | None = None) -> list[tuple[int, int]]:
-    """(a layer's number, how many are like it): dense ones and those with experts, and by recipe where layers differ.
+    """(a layer's number, how many are like it), in the order of the first of each kind."""
+    kinds = kinds_of_layers(model, precision)
+    return [(layer, kinds.count(layer)) for layer in dict.fromkeys(kinds)]
+
+
+def kinds_of_layers(model: Model, precision: Precision | None = None) -> list[int]:
+    """For each layer the number of the first that is like it: with experts or not, with a window or not, its recipes.
 
     Without a `precision` all are taken to follow one recipe.
     """
-    if precision and (precision.overrides or precision.first_layers_high or precision.last_layers_high):
-        alike: dict[object, list[int]] = {}
-        for layer in range(model.num_layers):
-            kind = (model.is_moe_layer(layer), *layer_recipes(model, precision, layer).values())
-            alike.setdefault(kind, []).append(layer)
-        return [(layers[0], len(layers)) for layers in alike.values()]
-    if model.moe is None:
-        return [(0, model.num_layers)]
-    dense = model.moe.num_dense_layers
-    return [(0, dense)] * (dense > 0) + [(dense, model.num_layers - dense)]
+    differ = precision and (precision.overrides or precision.first_layers_high or precision.last_layers_high)
+    first: dict[object, int] = {}
+    kinds = []
+    for layer in range(model.num_layers):
+        recipes = tuple(layer_recipes(model, precision, layer).values()) if precision and differ else ()
+        kinds.append(first.setdefault((model.is_moe_layer(layer), model.has_window(layer), recipes), layer))
+    return kinds
 
 
 def layer_recipes(model: Model, precision: Precision, layer: int) -> dict[str, Gemms]:

@@ -3,7 +3,7 @@
 import pytest
 
 from greylag.sim import predict
-from greylag.sim.cost import Cost, at
+from greylag.sim.measured import Cost, at
 from greylag.spec import SpecError
 from greylag.spec.cluster import Calibration, Curve, GemmPoint
 from greylag.spec.load import job_from
@@ -67,10 +67,10 @@ def test_local_needs_a_calibration() -> None:
 
 
 def test_gemm_rates_come_from_the_measured_shapes() -> None:
-    cost = Cost(tiny_job().cluster, "fp32", calibration(2e10))
+    cost = Cost(calibration(2e10))
     for shape in ((64, 64, 64), (200, 300, 400), (9999, 10, 1024)):
         gemm = Gemm("x", "ffn", *shape)
-        assert cost.gemm(gemm, "fp8") == pytest.approx(gemm.flops / 2e10)
+        assert cost.gemm(gemm) == pytest.approx(gemm.flops / 2e10)
 
 
 def test_curves_interpolate_and_extend_by_rate() -> None:

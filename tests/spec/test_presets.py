@@ -165,7 +165,7 @@ def test_local_has_no_peaks_and_no_links():
     assert (local.device.peak_tflops, local.node, local.network) == ({}, None, None)
 
 
-def test_default_cluster_is_one_node_of_eight():
+def test_default_cluster_is_one_node():
     for path in (PRESETS / "clusters").glob("*.toml"):
         if path.stem != "local":
-            assert (load(path).devices_per_node, load(path).num_nodes) == (8, 1)
+            assert load(path).num_nodes == 1

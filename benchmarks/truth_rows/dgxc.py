@@ -1,0 +1,115 @@
+"""NVIDIA/dgxc-benchmarking: NeMo (Megatron-Core), MaxText and PaxML, 8 to 2304 GPUs; printed step seconds.
+
+Rules of the source's launch scripts where a row does not say: no recompute with NeMo; distributed optimizer;
+gradients reduced in BF16 beside backward and tensor-parallel messages overlapped (NeMo's performance recipes); FP8 is
+TransformerEngine's delayed scaling of per-tensor scales, NeMo's default up to 25.04 and JAX's only recipe; expert
+tensor parallelism as printed, else 1. `cp` null is 1. JAX: parameters sharded over the printed FSDP group (all ranks
+if none), replicas of it, whole layers recomputed (MaxText's remat_policy "full"). Layers of a cut model are the row's
+own. The generation is the container that the title names ("24.09"), else the release of the benchmark.
+"""
+
+import re
+from typing import Any
+
+from msgspec.structs import replace
+
+from greylag.spec.job import Job
+from greylag.spec.model import Model
+from truth_rows.bridge import bridge_model, megatron_precision
+from truth_rows.dims import model_of
+from truth_rows.row import Dialect, Memory, Raw, Untold, balanced_stages, cluster, generation, make_job, overlapped
+
+_PRECISIONS = {"bf16": "bf16", "fp8": "fp8-tensor-delayed"}
+
+
+def _job(raw: Raw, models: Raw) -> Job:
+    if raw["task"] != "pretrain":
+        raise Untold(f"task {raw['task']}, not pre-training")
+    model = _model(raw, models)
+    is_nemo = raw["software"]["framework"].startswith("NeMo")
+    strategy = _nemo(raw, model) if is_nemo else _jax(raw)
+    precision = _PRECISIONS[raw["precision"]]
+    b, gpus = raw["batch"], raw["hardware"]["num_gpus"]
+    return make_job(
+        raw,
+        model=model,
+        precision=megatron_precision(precision) if is_nemo else precision,
+        on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
+        software=_generation(raw),
+        sequence=b["seq_len"],
+        global_batch=b["gbs"],
+        strategy=strategy,
+    )
+
+
+def _model(raw: Raw, models: Raw) -> Model:
+    ref, tp = raw["model"]["ref"], raw["parallel"]["tp"] or 1
+    if ref.startswith("nemotron4"):
+        # arXiv 2402.16819, section 2: squared ReLU, RoPE, LayerNorm, no biases, untied embeddings.
+        return model_of(raw["model"], models, None, 128 * tp, activation="relu2", norm="layernorm")
+    if ref == "gpt3_175b":
+        fields: dict[str, Any] = {"norm": "layernorm", "position": "learned", "bias": True, "tied_embeddings": True}
+        return model_of(raw["model"], models, None, 128 * tp, **fields)
+    model = bridge_model(raw, models)
+    if ref == "llama4_maverick_400b":
+        # config.json of meta-llama/Llama-4-Maverick-17B-128E: intermediate_size 8192 of routed and shared experts,
+        # intermediate_size_mlp 16384 of dense layers, interleave_moe_layer_step 2.
+        assert model.moe
+        moe = replace(model.moe, ffn_hidden_size=8192, num_shared_experts=1, every=2, scoring="sigmoid")
+        return replace(model, moe=moe)
+    return model
+
+
+def _nemo(raw: Raw, model: Model) -> dict[str, Any]:
+    p, gpus = raw["parallel"], raw["hardware"]["num_gpus"]
+    if p["pp"] is None:
+        raise Untold("the source misprints the pipeline degree (PP 41)")
+    vp = (p["vp"] or 1) if p["pp"] > 1 else 1
+    if (model.num_layers + 2) // (p["pp"] * vp) == 0 or model.num_layers < p["pp"] * vp - 2:
+        vp = 1
+    tp, cp = p["tp"], p["cp"] or 1
+    return {
+        "dp": gpus // (tp * p["pp"] * cp),
+        "tp": tp,
+        "pp": p["pp"],
+        "cp": cp,
+        "vp": vp,
+        "ep": (p["ep"] or 1) if model.moe else 1,
+        "etp": (p["etp"] or 1) if model.moe and tp > 1 else None,
+        "zero": 1,
+        "micro_batch": raw["batch"]["mbs"],
+        "stage_layers": balanced_stages(model.num_layers, p["pp"] * vp),
+        "overlap": overlapped(("dp", True), ("tp", tp > 1), ("pp", vp > 1)),
+    }
+
+
+def _jax(raw: Raw) -> dict[str, Any]:
+    p, b, gpus = raw["parallel"], raw["batch"], raw["hardware"]["num_gpus"]
+    group = min(p["fsdp_group"] or gpus, gpus)
+    return {
+        "dp": gpus,
+        "replicas": gpus // group,
+        "zero": 3,
+        "micro_batch": b["mbs"] or b["gbs"] // gpus,
+        "recompute": "full",
+    }
+
+
+def _seconds(raw: Raw, models: Raw) -> float | None:
+    seconds: float | None = raw["measured"].get("step_time_s")
+    return seconds
+
+
+def _memory(raw: Raw) -> Memory | None:
+    return None
+
+
+def _generation(raw: Raw) -> str:
+    framework = str(raw["software"]["framework"]).split()[0].lower()
+    if framework != "nemo":
+        return framework
+    named = re.search(r"\b24\.\d\d\b", raw["title"])
+    return generation("nemo", named[0] if named else raw["software"]["release_tags"][0][1:6])
+
+
+DIALECT = Dialect("dgxc", _job, _seconds, _memory, _generation, lambda raw: raw["model"]["ref"])

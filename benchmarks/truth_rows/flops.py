@@ -1,0 +1,57 @@
+"""FLOPs per step by the conventions of the sources that print TFLOP/s in the place of seconds."""
+
+from greylag.spec.model import Model
+
+
+def megatron_2021(layers: int, hidden: int, vocab: int, sequence: int, batch: int) -> float:
+    """Hardware FLOPs with full recompute, attention not causal: 96 B s l h^2 (1 + s/6h + V/16lh).
+
+    arXiv 2104.04473, section 5.1, equation 3.
+    """
+    share = 1 + sequence / (6 * hidden) + vocab / (16 * layers * hidden)
+    return 96.0 * batch * sequence * layers * hidden**2 * share
+
+
+def megatron_model(layers: int, hidden: int, vocab: int, sequence: int, batch: int) -> float:
+    """Model FLOPs, attention not causal: 72 B s l h^2 (1 + s/6h + V/12lh).
+
+    arXiv 2205.05198, appendix A; Megatron-Core's README of r0.8 and MegaScale's tables agree with it.
+    """
+    share = 1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden)
+    return 72.0 * batch * sequence * layers * hidden**2 * share
+
+
+def causal(model: Model, sequence: int, batch: int) -> float:
+    """Model FLOPs with causal attention (half), vocabulary projection and MTP layers with theirs.
+
+    Megatron-Core's `num_floating_point_operations` (megatron/training/training.py) since 2025. 6 FLOPs per weight and
+    token, forward and backward.
+    """
+    D, H = model.hidden_size, model.num_heads
+    core = H * (model.qk_head_dim + model.v_head_dim) * sequence / 2
+    per_token = 0.0
+    for layer in range(model.num_layers + model.num_mtp_layers):
+        at = min(layer, model.num_layers - 1)
+        per_token += _attention_weights(model) + core + _mlp_weights(model, at)
+    per_token += model.num_mtp_layers * (2 * D * D + D * model.vocab_size) + D * model.vocab_size
+    return 6.0 * batch * sequence * per_token
+
+
+def _attention_weights(model: Model) -> float:
+    D, H = model.hidden_size, model.num_heads
+    if model.mla is None:
+        return D * model.qk_head_dim * (2 * H + 2 * model.kv_heads)
+    mla = model.mla
+    rank = mla.q_lora_rank
+    query = (D + H * mla.qk_head_dim) * rank if rank else D * H * mla.qk_head_dim
+    kv = D * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank * H * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return query + kv + D * H * mla.v_head_dim
+
+
+def _mlp_weights(model: Model, layer: int) -> float:
+    D, matrices = model.hidden_size, 3 if model.activation == "swiglu" else 2
+    if not model.is_moe_layer(layer):
+        return matrices * D * model.ffn_hidden_size
+    assert model.moe
+    width = model.moe.top_k * model.moe.ffn_hidden_size + model.moe.shared_ffn_hidden_size
+    return matrices * D * width + D * model.moe.num_experts

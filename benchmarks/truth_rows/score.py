@@ -1,0 +1,194 @@
+"""Score: errors of predictions against measured figures, by group, and the table that shows them."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from statistics import mean, median
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+from rich.table import Table
+
+from greylag.spec.job import Job
+from greylag.spec.step import Step
+from greylag.spec.strategy import Strategy
+from truth_rows.row import Row
+
+SMALLEST_SET = 3
+"""Runs that differ in strategy alone, from which a ranking is scored."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator said of a row; figures are None where `why_not` says that there are none."""
+
+    row: Row
+    step: Step | None
+    why_not: str
+    other_seconds: float | None = None
+    """A step time in the place of the Step's."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted seconds of a step."""
+        if self.other_seconds is not None:
+            return self.other_seconds
+        return self.step.total_seconds if self.step else None
+
+    @property
+    def bytes(self) -> float | None:
+        """Predicted peak bytes of a rank."""
+        return sum(self.step.bytes.values()) if self.step else None
+
+    @property
+    def time_error(self) -> float | None:
+        """Predicted over measured step time, less one."""
+        return _error(self.seconds, self.row.seconds)
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured peak memory, less one."""
+        return _error(self.bytes, self.row.bytes)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The step time's 90% interval in seconds, where the Step carries one."""
+        found = getattr(self.step, "interval", None) if self.step else None
+        return (float(found[0]), float(found[1])) if found else None
+
+    def line(self) -> str:
+        """One line of JSON."""
+        row = self.row
+        record = {
+            "id": row.id,
+            "group": row.group,
+            "family": row.family,
+            "generation": row.generation,
+            "device": row.job.cluster.device.name if row.job else None,
+            "predicted_seconds": self.seconds,
+            "measured_seconds": row.seconds,
+            "time_error": self.time_error,
+            "interval_seconds": self.interval,
+            "predicted_bytes": self.bytes,
+            "measured_bytes": row.bytes,
+            "memory_kind": row.memory.kind if row.memory else None,
+            "memory_error": self.memory_error,
+            "why_not": self.why_not,
+        }
+        return json.dumps(record)
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or not measured else predicted / measured - 1
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one figure over some rows: shares, signed ones in `bias`."""
+
+    count: int
+    mean: float
+    median: float
+    p90: float
+    worst: float
+    bias: float
+
+    @classmethod
+    def of(cls, errors: list[float]) -> "Errors | None":
+        """None without errors."""
+        if not errors:
+            return None
+        sizes = sorted(abs(e) for e in errors)
+        at = (len(sizes) - 1) * 0.9
+        low = int(at)
+        p90 = sizes[low] + (at - low) * (sizes[min(low + 1, len(sizes) - 1)] - sizes[low])
+        return cls(len(sizes), mean(sizes), median(sizes), p90, sizes[-1], mean(errors))
+
+
+def time_errors(predictions: list[Prediction]) -> Errors | None:
+    """Of step times."""
+    return Errors.of([p.time_error for p in predictions if p.time_error is not None])
+
+
+def memory_errors(predictions: list[Prediction]) -> Errors | None:
+    """Of peak memory."""
+    return Errors.of([p.memory_error for p in predictions if p.memory_error is not None])
+
+
+def strategy_sets(predictions: list[Prediction]) -> list[list[Prediction]]:
+    """Predictions of timed rows, in sets whose jobs differ in their strategy alone; sets of three and more."""
+    sets: dict[bytes, dict[Strategy, Prediction]] = defaultdict(dict)
+    for p in predictions:
+        if p.row.job and p.time_error is not None:
+            sets[_all_but_strategy(p.row.job)].setdefault(p.row.job.strategy, p)
+    return [list(found.values()) for found in sets.values() if len(found) >= SMALLEST_SET]
+
+
+def _all_but_strategy(job: Job) -> bytes:
+    plain = replace(job, name="", strategy=Strategy(), model=replace(job.model, name="", vocab_size=1))
+    return msgspec.json.encode(plain, order="sorted")
+
+
+def spearman(first: list[float], second: list[float]) -> float:
+    """Rank correlation; ties share the mean of their ranks. 1 where one side does not vary."""
+    a, b = _ranks(first), _ranks(second)
+    centre = (len(a) - 1) / 2
+    cross = sum((x - centre) * (y - centre) for x, y in zip(a, b, strict=True))
+    size = (sum((x - centre) ** 2 for x in a) * sum((y - centre) ** 2 for y in b)) ** 0.5
+    return cross / size if size else 1.0
+
+
+def _ranks(values: list[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]
+
+
+def ranking(predictions: list[Prediction]) -> tuple[float, int] | None:
+    """Mean Spearman over the sets of `strategy_sets`, and how many; None without any."""
+    found = []
+    for each in strategy_sets(predictions):
+        found.append(spearman([p.seconds or 0.0 for p in each], [p.row.seconds or 0.0 for p in each]))
+    return (mean(found), len(found)) if found else None
+
+
+def coverage(predictions: list[Prediction]) -> float | None:
+    """Share of measured step times inside their interval; None where no Step carries one."""
+    inside = [p.interval[0] <= p.row.seconds <= p.interval[1] for p in predictions if p.interval and p.row.seconds]
+    return mean(inside) if inside else None
+
+
+def table(predictions: list[Prediction], by: str = "group") -> Table:
+    """One line per group (or other attribute of a Row), and one for all."""
+    out = Table(title="Predicted against measured (errors in %)")
+    out.add_column(by, no_wrap=True)
+    time, memory = ("time n", "mean", "median", "p90", "worst", "bias"), ("memory n", "mean", "median", "worst", "bias")
+    for name in ("rows", "told", *time, *memory, "Spearman (sets)", "in interval"):
+        out.add_column(name, justify="right")
+    for key in dict.fromkeys(getattr(p.row, by) for p in predictions):
+        out.add_row(str(key), *_cells([p for p in predictions if getattr(p.row, by) == key]))
+    out.add_section()
+    out.add_row("all", *_cells(predictions))
+    return out
+
+
+def _cells(predictions: list[Prediction]) -> list[str]:
+    time, memory = time_errors(predictions), memory_errors(predictions)
+    ranked, inside = ranking(predictions), coverage(predictions)
+    return [
+        str(len(predictions)),
+        str(sum(p.step is not None for p in predictions)),
+        *_shown(time, ("count", "mean", "median", "p90", "worst", "bias")),
+        *_shown(memory, ("count", "mean", "median", "worst", "bias")),
+        f"{ranked[0]:.2f} ({ranked[1]})" if ranked else "",
+        f"{inside:.0%}" if inside is not None else "",
+    ]
+
+
+def _shown(errors: Errors | None, names: tuple[str, ...]) -> list[str]:
+    def show(name: str, value: Any) -> str:
+        if name == "count":
+            return str(value)
+        return f"{100 * value:+.1f}" if name == "bias" else f"{100 * value:.1f}"
+
+    return [show(name, getattr(errors, name)) if errors else "" for name in names]

@@ -1,0 +1,203 @@
+"""Estimate: seconds of a step on accelerators, for one job or for a hundred thousand strategies of it.
+
+A step is the span of the pipeline, what shows of the data-parallel collectives around it, and the optimizer. Every
+degree of the strategy but pp and vp, the sequence and the global batch may be numpy arrays; the lines are the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from greylag.sim.layer import PASSES, LayerTime, Pass, embedding_time, head_time, layer_time, tokens_of
+from greylag.sim.links import Links
+from greylag.sim.operators import Operators, Size
+from greylag.sim.span import span
+from greylag.spec.holdings import chunk_weights, chunks, on_rank, stage_sizes, state_shards
+from greylag.spec.job import Job
+from greylag.spec.precision import BYTES
+from greylag.spec.work import kinds_of_layers
+
+ADAMW_BYTES = 34.0
+"""Moved per parameter of a rank's shard: the gradient read for its norm and for the update (8), the master copy and two
+moments read and written (24), the weight written (2)."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step, by phase (`spec.step.PHASES`) and by cause."""
+
+    phases: dict[str, Size]
+    causes: dict[str, Size]
+    """Of a rank of the busiest stage: gemm, attention, elementwise, quantize, host, tp, cp, ep, recompute; bubble (all
+    for which that rank waits), dp, optimizer."""
+    stages: dict[Pass, Size]
+    """Seconds per micro-batch of each stage, (candidates, stages)."""
+    transfer: Size
+    """Seconds from a stage to the next."""
+
+    @property
+    def seconds(self) -> Size:
+        """Of the whole step."""
+        return sum(self.phases.values())
+
+
+def estimate(job: Job) -> Estimate:
+    """The estimate of a job on a cluster of accelerators. Raises SpecError where a figure of the cluster is missing."""
+    operators, links = Operators(job.cluster, job.software), Links(job.cluster)
+    s, m = job.strategy, job.num_micro_batches
+    stages, times = _stages(job, operators, links)
+    transfer = _transfer(job, links)
+    if s.pp > 1 and "pp" not in s.overlap:
+        # Without overlap a stage stands still while it sends: once forward, once backward.
+        stages = {"forward": stages["forward"] + transfer[:, None], **_rest(stages, transfer)}
+    waiting = transfer * (job.software.exposed if "pp" in s.overlap else 1.0)
+    forward, dgrad, wgrad = (stages[p] for p in PASSES)
+    length = span(s.schedule, s.pp, s.vp, m, forward, dgrad, wgrad, waiting)
+    busiest, busy = _busiest(job, stages)
+    forward = m * sum(stages["forward"][:, n] for n in busiest)
+    backward = m * busy - forward
+    phases = {"forward": forward, "backward": backward, "optimizer": _optimizer(job, operators, links)}
+    dp = _data_parallel(job, links, forward, backward)
+    phases["reduce"] = dp
+    phases["other"] = np.maximum(0.0, length - m * busy)
+    causes = {name: m * seconds for name, seconds in _causes(job, times, busiest).items()}
+    causes |= {"pp and bubble": phases["other"], "dp": dp, "optimizer": phases["optimizer"]}
+    return Estimate(phases, causes, stages, transfer)
+
+
+def _rest(stages: dict[Pass, Size], transfer: Size) -> dict[Pass, Size]:
+    return {
+        "input_gradient": stages["input_gradient"] + transfer[:, None],
+        "weight_gradient": stages["weight_gradient"],
+    }
+
+
+StageTimes = list[list[tuple[int, LayerTime]]]
+"""By stage: how many of each kind of layer, and their times."""
+
+
+def _stages(job: Job, operators: Operators, links: Links) -> tuple[dict[Pass, Size], StageTimes]:
+    """Seconds of each stage by pass, (candidates, stages), recompute as input gradient; and what they are made of."""
+    kinds = kinds_of_layers(job.model, job.precision)
+    alike = {kind: layer_time(job, kind, operators, links) for kind in dict.fromkeys(kinds)}
+    ends = embedding_time(job, operators, links), head_time(job, operators, links)
+    sizes, first, times = stage_sizes(job.model, job.strategy), 0, []
+    for number, size in enumerate(sizes):
+        mine = kinds[first : first + size]
+        first += size
+        stage = [(mine.count(kind), alike[kind]) for kind in dict.fromkeys(mine)]
+        stage += [(1, ends[0])] * (number == 0) + [(1, ends[1])] * (number == len(sizes) - 1)
+        if number == len(sizes) - 1 and job.model.num_mtp_layers:
+            stage += [(job.model.num_mtp_layers, alike[kinds[-1]]), (job.model.num_mtp_layers, ends[1])]
+        times.append(stage)
+    seconds = {
+        p: np.stack([np.atleast_1d(sum(n * t.seconds(p) for n, t in stage)) for stage in _even(times)], axis=-1)
+        for p in PASSES
+    }
+    again = [np.atleast_1d(_again(job, stage)) for stage in times]
+    seconds["input_gradient"] = seconds["input_gradient"] + np.stack(np.broadcast_arrays(*again), axis=-1)
+    return {p: np.atleast_2d(v) for p, v in seconds.items()}, times
+
+
+def _even(times: StageTimes) -> StageTimes:
+    """A stage without layers takes no time, and a sum of nothing has no shape."""
+    return [stage or [(0, times[0][0][1])] for stage in times]
+
+
+def _again(job: Job, stage: list[tuple[int, LayerTime]]) -> Size:
+    """Seconds of forward that backward repeats on a stage."""
+    s, total = job.strategy, 0.0
+    if s.recompute == "none":
+        return total
+    layers = [(n, t) for n, t in stage if "attention" in t.spent["forward"]]
+    num_layers = sum(n for n, _ in layers)
+    share = 1.0 if s.recompute_layers is None or not num_layers else min(1.0, s.recompute_layers / num_layers)
+    return share * sum(n * (t.seconds("forward") if s.recompute == "full" else t.again) for n, t in layers)
+
+
+def _busiest(job: Job, stages: dict[Pass, Size]) -> tuple[list[int], Size]:
+    """The stages of the rank that computes longest for the first candidate, and its seconds per micro-batch."""
+    s = job.strategy
+    whole = sum(stages[p] for p in PASSES)
+    ranks = [_stages_of(job, rank) for rank in range(s.pp)]
+    sums = [sum(whole[:, n] for n in mine) for mine in ranks]
+    most = int(np.argmax([np.max(x) for x in sums]))
+    half = 0.5 if s.pp > 1 and s.schedule == "dualpipe" else 1.0  # each direction brings half of the micro-batches
+    return ranks[most], half * np.maximum.reduce(sums)
+
+
+def _stages_of(job: Job, rank: int) -> list[int]:
+    s = job.strategy
+    if s.pp > 1 and s.schedule in ("zb-v", "dualpipe-v"):
+        return [rank, s.num_stages - 1 - rank]
+    if s.pp > 1 and s.schedule == "dualpipe":
+        return [rank, s.pp - 1 - rank]
+    return [rank + s.pp * n for n in range(s.vp)]
+
+
+def _causes(job: Job, times: StageTimes, busiest: list[int]) -> dict[str, Size]:
+    """Seconds per micro-batch of some stages by cause."""
+    causes: dict[str, Size] = {}
+    for number in busiest:
+        for count, time in times[number]:
+            for when in PASSES:
+                for what, seconds in time.spent[when].items():
+                    causes[what] = causes.get(what, 0.0) + count * seconds
+        again = _again(job, times[number])
+        if np.any(again):
+            causes["recompute"] = causes.get("recompute", 0.0) + again
+    return causes
+
+
+def _transfer(job: Job, links: Links) -> Size:
+    """Seconds to hand a micro-batch's activations to the next stage."""
+    s = job.strategy
+    if s.pp == 1:
+        return np.zeros(1)
+    size = tokens_of(job) * job.model.hidden_size * BYTES[job.precision.high] / s.tp
+    return np.atleast_1d(links.send(size, s.data_parallel * s.cp * s.tp))
+
+
+def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> Size:
+    """Seconds that the gathering of parameters and the reduction of gradients show.
+
+    At ZeRO-3 each micro-batch gathers twice and scatters once, a layer ahead of compute; otherwise gradients are
+    reduced beside the last micro-batch's backward, and parameters gathered beside the first one's forward.
+    """
+    s, m, exposed = job.strategy, job.num_micro_batches, job.software.exposed
+    gather, scatter, layers = 0.0, 0.0, max(1, job.model.num_layers // s.pp)
+    for gathered, scattered, ranks, stride in shard_traffic(job):
+        gather = gather + links.gather(gathered, ranks, stride)
+        scatter = scatter + links.gather(scattered, ranks, stride)
+    if "dp" not in s.overlap:
+        return (gather + scatter) + np.where(s.zero == 3, (m - 1) * (2 * gather + scatter) + gather, 0.0)
+    f, b = forward / m, backward / m
+    once = np.maximum(gather - f, exposed * gather) + np.maximum(scatter - b, exposed * scatter)
+    ends = (gather + scatter) / layers
+    each = np.maximum(gather - f, exposed * gather) + np.maximum(gather + scatter - b, exposed * (gather + scatter))
+    return np.where(s.zero == 3, m * each, once) + ends
+
+
+def shard_traffic(job: Job) -> Iterator[tuple[Size, Size, Size, Size]]:
+    """(bytes of parameters, bytes of gradients, ranks, stride) of what the first stage's ranks hold alike.
+
+    Of all but experts, and of experts. ZeRO-0 reduces gradients everywhere, which sends as much as both.
+    """
+    s = job.strategy
+    counts = on_rank(chunk_weights(job.model, chunks(job.model, s, 0)), s)
+    parameter, gradient = (BYTES[kind] for kind in (job.software.parameters, job.software.gradients))
+    wide = np.where(s.zero == 3, BYTES[job.precision.high], np.where(s.zero == 0, gradient, parameter))
+    strides = (s.tp, s.ep * s.expert_tp)
+    for count, ranks, stride in zip(counts, state_shards(s), strides, strict=True):
+        if np.any(count):
+            yield wide * count, gradient * count, ranks * s.replicas, stride
+
+
+def _optimizer(job: Job, operators: Operators, links: Links) -> Size:
+    """Seconds of clipping and the update of a rank's shard."""
+    s = job.strategy
+    counts = on_rank(chunk_weights(job.model, chunks(job.model, s, 0)), s)
+    shards = (n if np.any(s.zero) else 1 for n in state_shards(s))
+    mine = sum(count / n for count, n in zip(counts, shards, strict=True))
+    return operators.move(mine * ADAMW_BYTES, 10) + 2 * links.reduce(4.0, s.world)

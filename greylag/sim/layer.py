@@ -1,0 +1,239 @@
+"""Layer: seconds of one layer on one rank for one micro-batch, by what they are spent on.
+
+GEMMs take their shapes from `spec.work` and their dtypes from the job's recipes. Elementwise kernels are counted by the
+bytes that fused layers read and write. Communication inside a layer is what its axes cost, less what hides behind the
+GEMMs beside it. Where a framework launches kernels slower than the device runs them, the host sets the pace.
+Degrees, sequence and batch may be numpy arrays.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from greylag.sim.links import Links
+from greylag.sim.operators import Operators, Size
+from greylag.spec.job import Job
+from greylag.spec.precision import BYTES, Gemms, Operand
+from greylag.spec.routing import row_bytes
+from greylag.spec.work import Gemm, attention_flops, head_gemm, layer_gemms
+
+Pass = Literal["forward", "input_gradient", "weight_gradient"]
+PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
+ACCUMULATED = 8.0
+"""Bytes moved per element of a weight gradient: FP32, read and added to (Megatron-Core, accumulation fused)."""
+
+
+class Kernel(NamedTuple):
+    """An elementwise kernel of a fused layer: bytes read and written, forward and backward."""
+
+    module: str
+    forward: Size
+    backward: Size
+    kernels: Size = 1
+
+
+@dataclass
+class LayerTime:
+    """Seconds of one layer by pass and by what they are spent on."""
+
+    spent: dict[Pass, dict[str, Size]] = field(default_factory=lambda: {p: {} for p in PASSES})
+    launches: dict[Pass, Size] = field(default_factory=lambda: dict.fromkeys(PASSES, 0.0))
+    again: Size = 0.0
+    """Of the forward pass, what selective recompute repeats."""
+
+    def add(self, when: Pass, what: str, seconds: Size, kernels: Size = 0) -> None:
+        """Spend seconds on something."""
+        self.spent[when][what] = self.spent[when].get(what, 0.0) + seconds
+        self.launches[when] = self.launches[when] + kernels
+
+    def paced(self, launch: float) -> "LayerTime":
+        """With the time for which the device waits for a host that takes `launch` seconds per kernel."""
+        if launch:
+            for when in PASSES:
+                busy = sum(self.spent[when].values())
+                self.spent[when]["host"] = np.maximum(0.0, self.launches[when] * launch - busy)
+        return self
+
+    def seconds(self, when: Pass) -> Size:
+        """Of a pass."""
+        return sum(self.spent[when].values())
+
+
+def tokens_of(job: Job) -> Size:
+    """Tokens of a micro-batch that a rank works on, those of its tensor-parallel peers included."""
+    return job.strategy.micro_batch * job.sequence // job.strategy.cp
+
+
+def layer_time(job: Job, layer: int, operators: Operators, links: Links) -> LayerTime:
+    """One layer of the job."""
+    time, tokens = LayerTime(), tokens_of(job)
+    s, model = job.strategy, job.model
+    gemms = layer_gemms(model, layer, tokens, s.tp, s.ep, s.expert_tp)
+    names = [gemm.name.removesuffix(".weight") for gemm in gemms]
+    recipes = [
+        None if gemm.role == "router" else job.precision.gemms(name, model.num_layers)
+        for name, gemm in zip(names, gemms, strict=True)
+    ]
+    dtypes = [tuple(r.gemm_dtype for r in recipe) if recipe else ("fp32",) * 3 for recipe in recipes]
+    _gemms(time, operators, gemms, dtypes)
+    for gemm, recipe in zip(gemms, recipes, strict=True):
+        if recipe:
+            for when, operand, elements in _quantized(gemm, recipe, job.num_micro_batches):
+                time.add(when, "quantize", _quantize(operators, operand, elements), 1)
+    window = model.window if model.has_window(layer) else None
+    flops = attention_flops(model, job.sequence, tokens, s.tp, window=window)
+    core = operators.attention(flops)
+    time.add("forward", "attention", core, 1)
+    time.add("input_gradient", "attention", operators.attention(flops, backward=True), 2)
+    again = core if "attention" in s.recompute_modules else 0.0
+    for kernel in layer_kernels(job, layer, tokens):
+        forward = operators.move(kernel.forward, kernel.kernels)
+        time.add("forward", "elementwise", forward, kernel.kernels)
+        time.add("input_gradient", "elementwise", operators.move(kernel.backward, kernel.kernels), kernel.kernels)
+        again = again + (forward if kernel.module in s.recompute_modules else 0.0)
+    time.again = again + _repeated_gemms(job, operators, gemms, dtypes, layer)
+    _communication(time, job, layer, tokens, links)
+    return time.paced(operators.software.launch)
+
+
+def _gemms(time: LayerTime, operators: Operators, gemms: list[Gemm], dtypes: list[tuple[str, ...]]) -> None:
+    """All GEMMs of a layer in the three passes, priced at once."""
+    shapes = [(g.m, g.n, g.k, g.times) for g in gemms] + [(g.m, g.k, g.n, g.times) for g in gemms]
+    shapes += [(g.n, g.k, g.m, g.times) for g in gemms]
+    m, n, k, times = (np.stack(np.broadcast_arrays(*column)) for column in zip(*shapes, strict=True))
+    every = [dtype[which] for which in range(3) for dtype in dtypes]
+    moved = [2.0] * (2 * len(gemms)) + [ACCUMULATED] * len(gemms)
+    seconds = operators.gemms(m, n, k, every, times, moved)
+    for which, when in enumerate(PASSES):
+        mine = seconds[which * len(gemms) : (which + 1) * len(gemms)]
+        time.add(when, "gemm", mine.sum(axis=0), len(gemms))
+
+
+def _repeated_gemms(
+    job: Job, operators: Operators, gemms: list[Gemm], dtypes: list[tuple[str, ...]], layer: int
+) -> Size:
+    """Forward GEMMs that selective recompute runs again: latent up-projections, the dense MLP, the experts."""
+    modules, is_moe = job.strategy.recompute_modules, job.model.is_moe_layer(layer)
+    wanted = [".wq_b", ".wkv_b"] * ("mla_up" in modules)
+    wanted += [".ffn."] * (("moe" if is_moe else "mlp") in modules)
+    chosen = [i for i, gemm in enumerate(gemms) if any(word in gemm.name for word in wanted)]
+    if not chosen:
+        return 0.0
+    columns = zip(*((gemms[i].m, gemms[i].n, gemms[i].k, gemms[i].times) for i in chosen), strict=True)
+    m, n, k, times = (np.stack(np.broadcast_arrays(*column)) for column in columns)
+    return operators.gemms(m, n, k, [dtypes[i][0] for i in chosen], times, [2.0] * len(chosen)).sum(axis=0)
+
+
+def _quantized(gemm: Gemm, recipe: Gemms, micro_batches: Size) -> Iterator[tuple[Pass, Operand, Size]]:
+    """(when, how, elements) of what is quantized for one linear layer; weights once a step."""
+    forward, dgrad, wgrad = recipe
+    if forward.is_fp8:
+        yield "forward", forward.input, gemm.m * gemm.k * gemm.times
+        yield "forward", forward.weight, gemm.n * gemm.k * gemm.times / micro_batches
+    if dgrad.is_fp8 or wgrad.is_fp8:
+        yield "input_gradient", dgrad.grad, gemm.m * gemm.n * gemm.times
+
+
+def _quantize(operators: Operators, operand: Operand, elements: Size) -> Size:
+    """Read in BF16, written as codes in both orientations; a scale of the whole tensor at hand wants a pass before."""
+    first = 2.0 if operand.granularity in ("tensor", "row") and operand.timing == "current" else 0.0
+    return operators.move(elements * (first + 2.0 + 2 * BYTES[operand.format]))
+
+
+def layer_kernels(job: Job, layer: int, tokens: Size) -> Iterator[Kernel]:
+    """The elementwise kernels of one layer with fused norms, rotary embedding and activation, in BF16.
+
+    Norms and residuals are cut along the sequence where tp is (arXiv 2205.05198).
+    """
+    model, s, b = job.model, job.strategy, BYTES[job.precision.high]
+    rows = tokens * model.hidden_size * b / s.tp
+    yield Kernel("norm", 2 * 2 * rows, 2 * 3 * rows, 2)
+    yield Kernel("residual", 2 * 3 * rows, 2 * 1 * rows, 2)
+    heads = tokens * b * np.maximum(1, model.num_heads // s.tp)
+    groups = tokens * b * np.maximum(1, model.kv_heads // s.tp)
+    if model.mla:
+        latent = tokens * b * (model.mla.kv_lora_rank + (model.mla.q_lora_rank or 0))
+        yield Kernel("norm", 2 * latent, 3 * latent, 2)
+        joined = heads * (2 * model.qk_head_dim + model.v_head_dim)
+        yield Kernel("mla_up", 2 * joined, 2 * joined, 4)  # rotary parts turned, and concatenated with the rest
+    else:
+        width = (heads + groups) * model.qk_head_dim
+        if model.position == "rope":
+            yield Kernel("rope", 2 * width, 2 * width, 2)
+        if model.qk_norm:
+            yield Kernel("norm", 2 * width, 3 * width, 2)
+    moe = model.moe if model.is_moe_layer(layer) else None
+    if moe is None:
+        yield _activation(job, tokens * model.ffn_hidden_size / s.tp)
+        return
+    own, rows = tokens / s.tp, tokens * moe.top_k * model.hidden_size * b / s.tp
+    yield Kernel("router", own * moe.num_experts * 4 * 6, own * moe.num_experts * 4 * 6, 8)
+    yield Kernel("moe", 2 * 2 * rows, 2 * 2 * rows, 4)  # to experts and back
+    yield _activation(job, tokens * moe.top_k * moe.ffn_hidden_size / s.tp)
+    if moe.num_shared_experts:
+        yield _activation(job, tokens * moe.shared_ffn_hidden_size / s.tp)
+        yield Kernel("residual", 3 * tokens * model.hidden_size * b / s.tp, 0.0)
+
+
+def _activation(job: Job, elements: Size) -> Kernel:
+    """SwiGLU reads two and writes one; backward reads three and writes two. Ungated ones read one and write one."""
+    size = elements * BYTES[job.precision.high]
+    gated = job.model.activation == "swiglu"
+    return Kernel("activation", (3 if gated else 2) * size, (5 if gated else 3) * size)
+
+
+def _communication(time: LayerTime, job: Job, layer: int, tokens: Size, links: Links) -> None:
+    """What tp, cp and ep cost in one layer, as far as it shows."""
+    s, model, b = job.strategy, job.model, BYTES[job.precision.high]
+    exposed = job.software.exposed
+    is_moe = model.is_moe_layer(layer)
+    if np.any(s.tp > 1):
+        around = 1 if is_moe and not (model.moe and model.moe.num_shared_experts) else 2
+        once = links.gather(tokens * model.hidden_size * b, s.tp)
+        hidden = exposed if "tp" in s.overlap else 1.0
+        time.add("forward", "tp", 2 * around * once * hidden, 2 * around)
+        # Backward gathers the gradient of what was scattered; two more gathers and scatters run beside GEMMs.
+        time.add("input_gradient", "tp", around * once * hidden + 2 * around * once * exposed, 3 * around)
+    if np.any(s.cp > 1):
+        width = (model.num_heads if model.mla else model.kv_heads) * (model.qk_head_dim + model.v_head_dim)
+        ring = links.gather(tokens * s.cp * width / s.tp * b, s.cp, s.tp)
+        time.add("forward", "cp", np.maximum(exposed * ring, ring - time.spent["forward"]["attention"]), 2)
+        behind = time.spent["input_gradient"]["attention"]
+        time.add("input_gradient", "cp", np.maximum(exposed * 2 * ring, 2 * ring - behind), 4)
+    if is_moe and np.any(s.ep > 1):
+        assert model.moe
+        choices = tokens * model.moe.top_k * s.expert_tp / s.tp
+        low, high = row_bytes(job.precision, model.hidden_size), model.hidden_size * b
+        hidden = exposed if "ep" in s.overlap else 1.0
+        there, back = (links.all_to_all(choices * width, s.ep, s.expert_tp) for width in (low, high))
+        time.add("forward", "ep", (there + back) * hidden, 4)
+        time.add("input_gradient", "ep", (there + back) * hidden, 4)
+
+
+def head_time(job: Job, operators: Operators, links: Links) -> LayerTime:
+    """Final norm, output projection and loss."""
+    time, model, s, tokens = LayerTime(), job.model, job.strategy, tokens_of(job)
+    head = head_gemm(model, tokens, s.tp)
+    _gemms(time, operators, [head], [(job.precision.high,) * 3])
+    logits = tokens * model.vocab_size / s.tp
+    time.add("forward", "elementwise", operators.move(logits * 4 * 3, 4), 4)
+    time.add("input_gradient", "elementwise", operators.move(logits * 4 * 2, 2), 2)
+    if np.any(s.tp > 1):
+        once = links.gather(tokens * model.hidden_size * BYTES[job.precision.high], s.tp)
+        time.add("forward", "tp", once, 1)
+        time.add("input_gradient", "tp", once, 1)
+    return time.paced(operators.software.launch)
+
+
+def embedding_time(job: Job, operators: Operators, links: Links) -> LayerTime:
+    """Looking tokens up, and adding their gradients to the table."""
+    time, s, tokens = LayerTime(), job.strategy, tokens_of(job)
+    size = tokens * job.model.hidden_size * BYTES[job.precision.high]
+    time.add("forward", "elementwise", operators.move(2 * size / s.tp, 2), 2)
+    time.add("weight_gradient", "elementwise", operators.move(3 * size / s.tp, 2), 2)
+    if np.any(s.tp > 1):
+        time.add("forward", "tp", links.gather(size, s.tp), 1)
+        time.add("weight_gradient", "tp", links.gather(size, s.tp), 1)
+    return time

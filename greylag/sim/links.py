@@ -1,0 +1,80 @@
+"""Links: seconds of collectives and transfers over the tiers of a cluster.
+
+Ranks fill nodes in order, so a group of `ranks` whose numbers lie `stride` apart has min(ranks, linked / stride)
+members in reach of the node link. A ring over more nodes leaves each node by as many network cards as the group has
+members there. All sizes and degrees may be numpy arrays.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from greylag.sim.operators import Size
+from greylag.spec.cluster import Cluster, Link
+from greylag.spec.error import SpecError
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a cluster."""
+
+    cluster: Cluster
+
+    def gather(self, size: Size, ranks: Size, stride: Size = 1) -> Size:
+        """All-gather of `size` bytes in all, or a reduce-scatter of them, by rings; 0 for one rank."""
+        return self._ring(size * (ranks - 1) / ranks, ranks, stride)
+
+    def reduce(self, size: Size, ranks: Size, stride: Size = 1) -> Size:
+        """All-reduce of `size` bytes: a reduce-scatter and an all-gather."""
+        return 2 * self.gather(size, ranks, stride)
+
+    def all_to_all(self, size: Size, ranks: Size, stride: Size = 1) -> Size:
+        """Each of `ranks` sends `size` bytes, an equal share to each; both tiers carry their part at once."""
+        near = self._near(ranks, stride)
+        e = self.cluster.device.efficiency
+        inside = size * (near - 1) / ranks / (self._bandwidth("node", near > 1) * e.all_to_all)
+        outside = size * (ranks - near) / ranks / (self._bandwidth("network", ranks > near) * e.all_to_all_network)
+        return np.where(ranks > 1, np.maximum(inside, outside) + self._latency(ranks, near), 0.0)
+
+    def send(self, size: Size, stride: Size) -> Size:
+        """A transfer of `size` bytes to the rank `stride` away."""
+        e, near = self.cluster.device.efficiency, self._near(2, stride) > 1
+        node = self._bandwidth("node", near) * e.node
+        network = self._bandwidth("network", np.logical_not(near)) * e.network
+        latency = np.where(near, self._link_latency("node", near), self._link_latency("network", np.logical_not(near)))
+        return size / np.where(near, node, network) + latency + e.kernel
+
+    def _ring(self, sent: Size, ranks: Size, stride: Size) -> Size:
+        near, e = self._near(ranks, stride), self.cluster.device.efficiency
+        node = self._bandwidth("node", near > 1) * e.node
+        network = self._bandwidth("network", ranks > near) * e.network * near
+        slowest = np.where(ranks > near, np.where(near > 1, np.minimum(node, network), network), node)
+        return np.where(ranks > 1, sent / slowest + self._latency(ranks, near), 0.0)
+
+    def _latency(self, ranks: Size, near: Size) -> Size:
+        """Of a collective: a tree's steps within nodes and between them, and the kernel."""
+        nodes = ranks / near
+        inside = self._link_latency("node", near > 1) * 2 * np.ceil(np.log2(np.maximum(near, 1)))
+        between = self._link_latency("network", nodes > 1) * 2 * np.ceil(np.log2(np.maximum(nodes, 1)))
+        return inside + between + self.cluster.device.efficiency.kernel
+
+    def _near(self, ranks: Size, stride: Size) -> Size:
+        """Members of a group within reach of the node link."""
+        return np.minimum(ranks, np.maximum(1, self.cluster.linked // np.maximum(stride, 1)))
+
+    def _bandwidth(self, tier: str, used: Size) -> float:
+        link = self._link(tier, used)
+        return link.bandwidth if link else 1.0
+
+    def _link_latency(self, tier: str, used: Size) -> float:
+        link = self._link(tier, used)
+        return link.latency if link else 0.0
+
+    def _link(self, tier: str, used: Size) -> Link | None:
+        """The link; None if nothing that is asked for uses it. Raises SpecError if it is used and not public."""
+        link: Link | None = getattr(self.cluster, tier)
+        if link is None and np.any(used):
+            raise SpecError(
+                f"cluster '{self.cluster.name}': the {tier} link is not public; write cluster.{tier} in the job file"
+            )
+        return link
