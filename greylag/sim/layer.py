@@ -16,7 +16,7 @@ from greylag.sim.links import Links
 from greylag.sim.operators import Operators, Size
 from greylag.spec.job import Job
 from greylag.spec.precision import BYTES, Gemms, Operand
-from greylag.spec.routing import row_bytes
+from greylag.spec.routing import copies_to_nodes, row_bytes
 from greylag.spec.work import Gemm, attention_flops, head_gemm, layer_gemms
 
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
@@ -207,7 +207,9 @@ def _communication(time: LayerTime, job: Job, layer: int, tokens: Size, links: L
         choices = tokens * model.moe.top_k * s.expert_tp / s.tp
         low, high = row_bytes(job.precision, model.hidden_size), model.hidden_size * b
         hidden = exposed if "ep" in s.overlap else 1.0
-        there, back = (links.all_to_all(choices * width, s.ep, s.expert_tp) for width in (low, high))
+        by_node = job.software.dispatch == "nodes"
+        copies = copies_to_nodes(model.moe, links.nodes(s.ep, s.expert_tp)) if by_node else 1.0
+        there, back = (links.all_to_all(choices * width, s.ep, s.expert_tp, copies) for width in (low, high))
         time.add("forward", "ep", (there + back) * hidden, 4)
         time.add("input_gradient", "ep", (there + back) * hidden, 4)
 

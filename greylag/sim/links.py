@@ -28,12 +28,18 @@ class Links:
         """All-reduce of `size` bytes: a reduce-scatter and an all-gather."""
         return 2 * self.gather(size, ranks, stride)
 
-    def all_to_all(self, size: Size, ranks: Size, stride: Size = 1) -> Size:
-        """Each of `ranks` sends `size` bytes, an equal share to each; both tiers carry their part at once."""
+    def all_to_all(self, size: Size, ranks: Size, stride: Size = 1, copies: Size = 1.0) -> Size:
+        """Each of `ranks` sends `size` bytes, an equal share to each; both tiers carry their part at once.
+
+        `copies` is the share of what is meant for other nodes that travels there, where a node's ranks share a copy,
+        which the node link then hands on.
+        """
         near = self._near(ranks, stride)
         e = self.cluster.device.efficiency
-        inside = size * (near - 1) / ranks / (self._bandwidth("node", near > 1) * e.all_to_all)
-        outside = size * (ranks - near) / ranks / (self._bandwidth("network", ranks > near) * e.all_to_all_network)
+        beyond = size * (ranks - near) / ranks
+        inside = np.where(np.less(copies, 1.0), size - size / ranks, size * (near - 1) / ranks)
+        inside = inside / (self._bandwidth("node", near > 1) * e.all_to_all)
+        outside = copies * beyond / (self._bandwidth("network", ranks > near) * e.all_to_all_network)
         return np.where(ranks > 1, np.maximum(inside, outside) + self._latency(ranks, near), 0.0)
 
     def send(self, size: Size, stride: Size) -> Size:
@@ -52,11 +58,15 @@ class Links:
         return np.where(ranks > 1, sent / slowest + self._latency(ranks, near), 0.0)
 
     def _latency(self, ranks: Size, near: Size) -> Size:
-        """Of a collective: a tree's steps within nodes and between them, and the kernel."""
+        """Of a collective: a ring's steps within nodes, a tree's between them, and the kernel."""
         nodes = ranks / near
-        inside = self._link_latency("node", near > 1) * 2 * np.ceil(np.log2(np.maximum(near, 1)))
+        inside = self._link_latency("node", near > 1) * (near - 1)
         between = self._link_latency("network", nodes > 1) * 2 * np.ceil(np.log2(np.maximum(nodes, 1)))
         return inside + between + self.cluster.device.efficiency.kernel
+
+    def nodes(self, ranks: Size, stride: Size = 1) -> Size:
+        """Over how many reaches of the node link a group is spread."""
+        return ranks / self._near(ranks, stride)
 
     def _near(self, ranks: Size, stride: Size) -> Size:
         """Members of a group within reach of the node link."""

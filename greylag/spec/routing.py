@@ -6,6 +6,9 @@ Counts are of balanced routing: every choice that the router's limits allow is e
 
 import functools
 from math import comb
+from typing import Any
+
+import numpy as np
 
 from greylag.spec.model import MoE
 from greylag.spec.precision import BLOCK, BYTES, Precision
@@ -29,6 +32,20 @@ def ranks_reached(moe: MoE, ep: int) -> float:
                 ways[with_it] = ways.get(with_it, 0) + count
         missed += sum(n * comb(allowed - x, moe.top_k) for (g, x), n in ways.items() if g == moe.top_k_groups)
     return ep - missed / (comb(moe.num_groups, moe.top_k_groups) * comb(allowed, moe.top_k))
+
+
+def copies_to_nodes(moe: MoE, nodes: Any) -> Any:
+    """Of a token's choices on other nodes, how many copies leave for each, where a node's ranks share one; an array
+    of numbers of nodes gives one for each.
+    """
+    known = {n: _copies(moe, n) for n in {int(n) for n in np.ravel(nodes)}}
+    return np.vectorize(lambda n: known[int(n)], otypes=[float])(nodes)
+
+
+def _copies(moe: MoE, nodes: int) -> float:
+    if nodes < 2 or moe.num_experts % nodes:
+        return 1.0
+    return ranks_reached(moe, nodes) * (nodes - 1) / nodes / (moe.top_k * (nodes - 1) / nodes)
 
 
 def row_bytes(precision: Precision, width: int) -> float:

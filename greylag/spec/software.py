@@ -22,6 +22,9 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     TransformerEngine and Megatron-Core keep."""
     graphs: bool = False
     """Whether kernels are launched from CUDA graphs, so that the host does not pace them."""
+    dispatch: Literal["choices", "nodes"] = "choices"
+    """How tokens travel to experts: once for each choice (NCCL's all-to-all), or once to each node that has any of the
+    chosen, whose ranks hand them on (DeepEP, arXiv 2412.19437, section 3.2.2; HybridEP)."""
     launch_us: float = 5.0
     """Host time per kernel, without graphs: a layer is never faster than its launches."""
     speed: float = 1.0
