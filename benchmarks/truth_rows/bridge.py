@@ -1,12 +1,12 @@
 """Megatron-Bridge's performance summary (NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary*.md), 25.09 to 26.08.
 
-Rules of the source (src/megatron/bridge/perf_recipes, and recipes/deepseek and recipes/kimi for the pipeline
-layouts): distributed optimizer, BF16 gradients (`grad_reduce_in_fp32 = False`), FP8 on every linear layer with its
-parameters gathered in FP8, flash attention of TransformerEngine, experts forced to balance, expert tensor parallelism
-1, one MTP layer in DeepSeek-V3 unless the row says without. `fp8` is per-tensor current scaling (`fp8_cs`). The
-settings joined to a row are today's recipe of that shape; without one, gradients and (TP > 1) tensor-parallel
-messages overlap, experts do not. A graph of the attention and the router counts as CUDA graphs: what it leaves out is
-few, large kernels.
+Rules of the source (scripts/performance, src/megatron/bridge/perf_recipes, and recipes/deepseek and recipes/kimi for
+pipeline layouts): distributed optimizer, BF16 gradients (`grad_reduce_in_fp32 = False`), FP8 on every linear layer with
+its parameters gathered in FP8, flash attention of TransformerEngine, experts forced to balance, expert tensor
+parallelism 1, one MTP layer in DeepSeek-V3 unless the row says without. `fp8` is per-tensor current scaling (`fp8_cs`).
+Gradients overlap with backward, tensor-parallel messages where TP > 1, pipeline messages where stages are virtual;
+graphs, experts' overlap and recompute are those of the release's recipe (`recipes.py`). Attention in FP8, which some
+recipes of 26.06 and later have, has no words in a Precision.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ from greylag.spec.model import Model
 from greylag.spec.precision import Precision
 from greylag.spec.software import Software
 from truth_rows.dims import model_of
+from truth_rows.recipes import PRECISIONS, settings_of
 from truth_rows.row import (
     Dialect,
     Memory,
@@ -26,27 +27,15 @@ from truth_rows.row import (
     balanced_stages,
     cluster,
     generation,
+    layout_stages,
     make_job,
-    modules,
     overlapped,
     preset,
 )
 
 LLAMA_3_VOCAB = 128256
 """arXiv 2407.21783, section 3.2."""
-_RECIPES = {
-    "bf16": "bf16",
-    "fp8": "fp8-tensor-current",
-    "fp8_current_scaling": "fp8-tensor-current",
-    "mxfp8": "mxfp8",
-    "fp8_32x32_block (mxfp8-like)": "mxfp8",
-}
-_FULL_ITERATION = (
-    "_enable_deepseek_full_iteration_mxfp8",
-    "_enable_hybridep_full_iteration_mxfp8",
-    "_apply_gpt_oss_120b_full_iter_fp8mx_configs",
-)
-"""Helpers of the recipes that capture the whole iteration and overlap experts' messages."""
+_PRESETS = {"bf16": "bf16", "fp8": "fp8-tensor-current", "mxfp8": "mxfp8"}
 
 
 def _job(raw: Raw, models: Raw) -> Job:
@@ -57,13 +46,14 @@ def _job(raw: Raw, models: Raw) -> Job:
     model = bridge_model(raw, models)
     p, b = raw["parallel"], raw["batch"]
     pp, vp, gpus = p["pp"], p["vp"] or 1, raw["hardware"]["num_gpus"]
-    settings = _settings(raw)
+    settings = settings_of(raw, model.num_layers)
+    software: Software = preset("software", _generation(raw))
     return make_job(
         raw,
         model=model,
-        precision=megatron_precision(_RECIPES[raw["precision"]]),
+        precision=megatron_precision(_PRESETS[PRECISIONS[raw["precision"]]]),
         on=cluster(raw["hardware"]["gpu"], gpus),
-        software=_software(raw, settings),
+        software=replace(software, graphs=settings.graphs),
         sequence=b["seq_len"],
         global_batch=b["gbs"],
         strategy={
@@ -74,12 +64,17 @@ def _job(raw: Raw, models: Raw) -> Job:
             "vp": vp,
             "ep": (p["ep"] or 1) if model.moe else 1,
             "etp": (p["etp"] or 1) if model.moe and p["tp"] > 1 else None,
-            "zero": 3 if p["fsdp"] else 1,
+            "zero": 3 if settings.fsdp else 1,
             "micro_batch": b["mbs"],
-            "stage_layers": _stages(raw, model, pp * vp),
-            "overlap": _overlap(raw, settings),
-            "offload": ("activations",) if settings.get("model.cpu_offloading") else None,
-            **_recompute(raw),
+            "stage_layers": _stages(raw, model, pp * vp, settings.layout),
+            "overlap": overlapped(
+                ("dp", True),
+                ("tp", p["tp"] > 1 and settings.tp_overlap),
+                ("ep", (p["ep"] or 1) > 1 and settings.ep_overlap),
+                ("pp", vp > 1),
+            ),
+            "offload": ("activations",) if settings.offload else None,
+            **settings.recompute,
         },
     )
 
@@ -105,50 +100,11 @@ def megatron_precision(name: str) -> Precision:
     return replace(precision, most_sensitive="B", parameter_gather=gather)
 
 
-def _settings(raw: Raw) -> dict[str, Any]:
-    recipe = raw.get("recipe") or {}
-    return dict(recipe.get("settings") or {})
-
-
-def _helpers(raw: Raw) -> list[str]:
-    return list((raw.get("recipe") or {}).get("helpers") or [])
-
-
-def _overlap(raw: Raw, settings: dict[str, Any]) -> tuple[Any, ...]:
-    whole = str(settings.get("comm_overlap", ""))
-    experts = (
-        any(helper in _FULL_ITERATION for helper in _helpers(raw))
-        or settings.get("comm_overlap.overlap_moe_expert_parallel_comm")
-        or settings.get("model.moe_a2a_overlap")
-        or "overlap_moe_expert_parallel_comm=True" in whole
-    )
-    tensors = settings.get("comm_overlap.tp_comm_overlap", "tp_comm_overlap=False" not in whole)
-    return overlapped(
-        ("dp", settings.get("ddp.overlap_grad_reduce", True)),
-        ("tp", raw["parallel"]["tp"] > 1 and tensors),
-        ("ep", (raw["parallel"]["ep"] or 1) > 1 and experts),
-        ("pp", (raw["parallel"]["vp"] or 1) > 1),
-    )
-
-
-def _software(raw: Raw, settings: dict[str, Any]) -> Software:
-    software: Software = preset("software", _generation(raw))
-    graphs = settings.get("model.cuda_graph_impl", "none") not in ("none", None)
-    return replace(software, graphs=graphs or any(helper in _FULL_ITERATION for helper in _helpers(raw)))
-
-
-def _recompute(raw: Raw) -> dict[str, Any]:
-    recompute = raw["recompute"] or {}
-    if recompute.get("granularity") == "full":
-        return {"recompute": "full", "recompute_layers": recompute.get("num_layers")}
-    if recompute.get("granularity") == "selective":
-        return modules(["core_attn"] if recompute["modules"] is None else recompute["modules"])
-    return {}
-
-
-def _stages(raw: Raw, model: Model, stages: int) -> tuple[int, ...]:
-    """DeepSeek-V3's and Kimi-K2's tables put as many layers as fit on all stages but the last; others balance."""
+def _stages(raw: Raw, model: Model, stages: int, layout: str | None) -> tuple[int, ...]:
+    """By the layout if there is one, else balanced; DeepSeek-V3 and Kimi-K2 fill all stages but the last."""
     layers = model.num_layers
+    if layout:
+        return layout_stages(layout)
     if raw["model"]["ref"] in ("deepseek_v3", "kimi_k2") and stages > 1 and layers % stages:
         each = -(-(layers + 3) // stages)  # 64 layers' places: the last stage has the loss and MTP in three of them
         last = layers - each * (stages - 1)

@@ -173,18 +173,11 @@ def layout_stages(layout: str) -> tuple[int, ...]:
     `t` is a decoder layer, `|` ends a stage, `E`, `m` and `L` are the embedding, an MTP layer and the loss; `x*3` and
     `(x)*3` repeat (NVIDIA/Megatron-LM, megatron/core/transformer/pipeline_parallel_layer_layout.py).
     """
-    flat, place = "", 0
-    while place < len(layout):
-        end = layout.index(")", place) if layout[place] == "(" else place
-        unit = layout[place : end + 1].strip("()")
-        place = end + 1
-        times = ""
-        if layout[place : place + 1] == "*":
-            place += 1
-            while layout[place : place + 1].isdigit():
-                times, place = times + layout[place], place + 1
-        flat += unit * int(times or 1)
-    return tuple(stage.count("t") for stage in flat.split("|"))
+    repeated = re.compile(r"(?:\(([^()]*)\)|([A-Za-z]))\*(\d+)")
+    while found := repeated.search(layout):
+        unit = found[1] if found[1] is not None else found[2]
+        layout = layout[: found.start()] + unit * int(found[3]) + layout[found.end() :]
+    return tuple(stage.count("t") for stage in layout.split("|"))
 
 
 def padded(vocab: int, multiple: int) -> int:

@@ -1,8 +1,8 @@
 """SimuMax's tables (MooreThreads/SimuMax): Megatron-LM on one node of eight B200 or A100 PCIe.
 
 Rules of the source: BF16, no recompute, distributed optimizer, FP32 gradients, every overlap off, drop-and-pad with
-capacity factor 1 (balanced experts). Embeddings are untied; where the padded vocabulary is not printed, it is Megatron's of 128 per tensor-parallel rank.
-Peak memory is max_memory_allocated, the largest over ranks.
+capacity factor 1 (balanced experts). Embeddings are untied; where the padded vocabulary is not printed, it is
+Megatron's of 128 per tensor-parallel rank. Peak memory is max_memory_allocated, the largest over ranks.
 """
 
 from greylag.spec.job import Job

@@ -4,7 +4,7 @@ The orders of `spec.schedule` place them by rule, which leaves no bubble where f
 gradient take the same time. For other times arXiv 2401.10241 (section 3) searches an order (ZB-1p, ZB-2p). Here
 forwards and input gradients keep their handcrafted order; the weight gradients are taken out and put back, each where
 its rank waits for input or needs the memory. On ZB-H2 that comes to the bubble rates that the paper prints for ZB-2p
-(`benchmarks/schedules.py`). It needs seconds, so it lives here and not in `spec`; its result is an order like any other.
+(`benchmarks/schedules.py`). It needs seconds, so it is not in `spec`; its result is an order like any other.
 """
 
 import heapq
@@ -42,19 +42,19 @@ def fill(
 ) -> Order:
     """The order of a schedule with its weight gradients placed for these seconds (one for all stages or by stage).
 
-    `share` of a micro-batch's activations stay from its input gradient to its weight gradient; a rank holds no more than
-    ROOM. It is never slower than the schedule's own order. Raises SpecError for a schedule that has none to place.
+    `share` of a micro-batch's activations stay from its input gradient to its weight gradient; a rank holds no more
+    than ROOM. It is never slower than the schedule's own order. Raises SpecError for a schedule that has none to place.
     """
     if schedule not in ROOM:
         raise SpecError(f"strategy.schedule = {schedule!r} has no weight gradients to place: {', '.join(ROOM)} have")
-    times = [np.broadcast_to(np.asarray(t, float), pp * vp) for t in (forward, input_gradient, weight_gradient)]
+    f, i, w = (np.broadcast_to(np.asarray(t, float), pp * vp) for t in (forward, input_gradient, weight_gradient))
     best = order(schedule, pp, vp, num_micro_batches)
-    least = simulate(graph(schedule, pp, vp, num_micro_batches), *times, transfer)
+    least = simulate(graph(schedule, pp, vp, num_micro_batches), f, i, w, transfer)
     for patience in PATIENCE:
         if least.period <= GOOD * least.busy.max():
             break
-        tried = _place(best, times, transfer, ROOM[schedule] * pp, share, patience)
-        timeline = simulate(graph_of(tried), *times, transfer)
+        tried = _place(best, [f, i, w], transfer, ROOM[schedule] * pp, share, patience)
+        timeline = simulate(graph_of(tried), f, i, w, transfer)
         if timeline.period < least.period:
             best, least = tried, timeline
     return best

@@ -105,7 +105,7 @@ def _moments(layers: Layers, rank: int, held: tuple[Chunk, ...]) -> dict[str, di
         for when, sizes in backward_moments(job, kind, terms, tokens, layers.fusion).items():
             moments[f"backward of {name}: {when}"] = beside | again | sizes
         if kind.is_moe:
-            moments[f"forward of {name}"] = beside | forward_moment(job, tokens)
+            moments[f"forward of {name}"] = beside | forward_moment(job, tokens, layers.fusion)
     if any(chunk.has_head for chunk in held):
         for when, sizes in head_moments(job, tokens, layers.fusion).items():
             moments[when] = beside | sizes

@@ -30,7 +30,7 @@ def trace(
 ) -> bytes:
     """The trace of a timeline, as JSON or (with `compress`) gzipped JSON.
 
-    `activation` is the bytes that a stage keeps of one micro-batch from its F's start to its B's or W's end, one for all
+    `activation` is the bytes that a stage keeps of a micro-batch from its F's start to its B's or W's end, one for all
     or by stage; `resting` what a rank holds besides, one for all or by rank. `ranks` are shown, none means all.
     Raises SpecError for a rank that the pipeline does not have.
     """

@@ -54,10 +54,13 @@ def head_moments(job: Job, tokens: Number, fusion: Fusion) -> dict[str, dict[str
     }
 
 
-def forward_moment(job: Job, tokens: Number) -> dict[str, Number]:
-    """Behind the experts: their outputs, the same in the order of the ranks, and back from the all-to-all."""
+def forward_moment(job: Job, tokens: Number, fusion: Fusion) -> dict[str, Number]:
+    """Behind the experts, when their outputs have come back. With the all-to-all dispatcher the layer still holds the
+    tokens as they were sent and as they arrived, beside the outputs in their order and as they came back; DeepEP's
+    kernels order tokens as they send them (Megatron-Core, transformer/moe/moe_layer.py and token_dispatcher.py)."""
     rows = expert_rows(job.model, tokens / job.strategy.tp, job.strategy)
-    return {"tokens on the wire": 3 * rows * job.model.hidden_size * BYTES[job.precision.high]}
+    width, copies = job.model.hidden_size * BYTES[job.precision.high], {"alltoall": 4, "deepep": 2}[fusion.dispatcher]
+    return {"tokens on the wire": copies * rows * width, "layer output": _outside(job, tokens, fusion) * width}
 
 
 def backward_moments(

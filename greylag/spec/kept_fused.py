@@ -44,6 +44,9 @@ class Fusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     gathered: bool = False
     """Whether projections keep their input gathered over tp, as DTensor does, where TransformerEngine gathers again."""
 
+    dispatcher: Literal["alltoall", "deepep"] = "alltoall"
+    """How tokens travel to experts: by a collective between two reorderings, or by kernels that reorder as they send
+    (DeepEP, HybridEP: Megatron-Core's flex dispatcher)."""
     deterministic: bool = False
     """Whether cuBLAS has the larger workspace that makes it deterministic (torch, use_deterministic_algorithms)."""
 

@@ -117,7 +117,8 @@ def _check(schedule: Schedule, pp: int, vp: int, num_micro_batches: int) -> None
         raise SpecError(f"strategy.vp = {vp}: {schedule} has {CHUNKS[schedule]} stages per rank; set vp to that")
     if schedule == "dualpipe" and (pp % 2 or num_micro_batches < 2):
         raise SpecError(
-            f"dualpipe with pp {pp} and {num_micro_batches} micro-batches: it runs from both ends; take an even pp and at least 2"
+            f"dualpipe with pp {pp} and {num_micro_batches} micro-batches: it runs from both ends; take an even pp and "
+            "at least 2 micro-batches"
         )
 
 

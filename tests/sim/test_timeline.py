@@ -50,7 +50,7 @@ def test_even_times_leave_no_bubble_in_zero_bubble_schedules(pp: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
 def test_bubble_rates_of_the_zero_bubble_paper(schedule: Schedule) -> None:
-    """arXiv 2401.10241, table 5: the rates that its authors compute from times (ms) that they profiled on A100s."""
+    """arXiv 2401.10241: the rates that its authors compute from times (ms) that they profiled on A100s."""
     profiled = {
         (8, 24): (18.522, 18.086, 9.337, 0.601, {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
         (16, 128): (11.325, 11.308, 8.109, 0.378, {"1f1b": 0.1251, "zb-h1": 0.0576, "zb-h2": 0.0266}),
