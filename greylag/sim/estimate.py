@@ -22,6 +22,10 @@ ADAMW_BYTES = 34.0
 """Moved per parameter of a rank's shard: the gradient read for its norm and for the update (8), the master copy and two
 moments read and written (24), the weight written (2)."""
 
+BUCKETS = 8
+"""Calls in which gradients are reduced beside backward where layers are not sharded (a few dozen million parameters
+each: Megatron-Core, distributed_data_parallel.py)."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -167,9 +171,10 @@ def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> Siz
     """
     s, m, exposed = job.strategy, job.num_micro_batches, job.software.exposed
     gather, scatter, layers = 0.0, 0.0, max(1, job.model.num_layers // s.pp)
+    calls = np.where(s.zero == 3, layers, BUCKETS)
     for gathered, scattered, ranks, stride in shard_traffic(job):
-        gather = gather + links.gather(gathered, ranks, stride)
-        scatter = scatter + links.gather(scattered, ranks, stride)
+        gather = gather + links.gather(gathered, ranks, stride, calls)
+        scatter = scatter + links.gather(scattered, ranks, stride, calls)
     if "dp" not in s.overlap:
         return (gather + scatter) + np.where(s.zero == 3, (m - 1) * (2 * gather + scatter) + gather, 0.0)
     f, b = forward / m, backward / m

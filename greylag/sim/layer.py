@@ -102,13 +102,20 @@ def _gemms(time: LayerTime, operators: Operators, gemms: list[Gemm], dtypes: lis
     """All GEMMs of a layer in the three passes, priced at once."""
     shapes = [(g.m, g.n, g.k, g.times) for g in gemms] + [(g.m, g.k, g.n, g.times) for g in gemms]
     shapes += [(g.n, g.k, g.m, g.times) for g in gemms]
-    m, n, k, times = (np.stack(np.broadcast_arrays(*column)) for column in zip(*shapes, strict=True))
+    m, n, k, times = _columns(shapes)
     every = [dtype[which] for which in range(3) for dtype in dtypes]
     moved = [2.0] * (2 * len(gemms)) + [ACCUMULATED] * len(gemms)
     seconds = operators.gemms(m, n, k, every, times, moved)
     for which, when in enumerate(PASSES):
         mine = seconds[which * len(gemms) : (which + 1) * len(gemms)]
         time.add(when, "gemm", mine.sum(axis=0), len(gemms))
+
+
+def _columns(rows: list[tuple[Size, Size, Size, Size]]) -> list[Size]:
+    """The columns of a table of numbers and arrays, each stacked, (rows,) or (rows, candidates or 1)."""
+    stacked = [np.stack(np.broadcast_arrays(*column)) for column in zip(*rows, strict=True)]
+    most = max(map(np.ndim, stacked))
+    return [c.reshape(c.shape + (1,) * (most - c.ndim)) for c in stacked]
 
 
 def _repeated_gemms(
@@ -121,8 +128,7 @@ def _repeated_gemms(
     chosen = [i for i, gemm in enumerate(gemms) if any(word in gemm.name for word in wanted)]
     if not chosen:
         return 0.0
-    columns = zip(*((gemms[i].m, gemms[i].n, gemms[i].k, gemms[i].times) for i in chosen), strict=True)
-    m, n, k, times = (np.stack(np.broadcast_arrays(*column)) for column in columns)
+    m, n, k, times = _columns([(gemms[i].m, gemms[i].n, gemms[i].k, gemms[i].times) for i in chosen])
     return operators.gemms(m, n, k, [dtypes[i][0] for i in chosen], times, [2.0] * len(chosen)).sum(axis=0)
 
 

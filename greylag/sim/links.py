@@ -20,13 +20,23 @@ class Links:
 
     cluster: Cluster
 
-    def gather(self, size: Size, ranks: Size, stride: Size = 1) -> Size:
-        """All-gather of `size` bytes in all, or a reduce-scatter of them, by rings; 0 for one rank."""
-        return self._ring(size * (ranks - 1) / ranks, ranks, stride)
+    def gather(self, size: Size, ranks: Size, stride: Size = 1, calls: Size = 1) -> Size:
+        """All-gather of `size` bytes in all, or a reduce-scatter of them, in so many calls, by rings; 0 for one rank.
+
+        A ring takes as many steps as it has other ranks, each with the latency of the link that it crosses.
+        """
+        near = self._near(ranks, stride)
+        nodes = np.ceil(ranks / near)
+        latency = self._link_latency("node", near > 1) * (ranks - nodes)
+        latency = latency + self._link_latency("network", nodes > 1) * np.where(nodes > 1, nodes, 0)
+        ring = size * (ranks - 1) / ranks / self._slowest(ranks, near)
+        return np.where(ranks > 1, ring + calls * (latency + self.cluster.device.efficiency.kernel), 0.0)
 
     def reduce(self, size: Size, ranks: Size, stride: Size = 1) -> Size:
-        """All-reduce of `size` bytes: a reduce-scatter and an all-gather."""
-        return 2 * self.gather(size, ranks, stride)
+        """All-reduce of `size` bytes, twice what a gather moves; between nodes by trees, whose depth is their latency."""
+        near = self._near(ranks, stride)
+        ring = 2 * size * (ranks - 1) / ranks / self._slowest(ranks, near)
+        return np.where(ranks > 1, ring + 2 * self._latency(ranks, near), 0.0)
 
     def all_to_all(self, size: Size, ranks: Size, stride: Size = 1, copies: Size = 1.0) -> Size:
         """Each of `ranks` sends `size` bytes, an equal share to each; both tiers carry their part at once.
@@ -50,15 +60,15 @@ class Links:
         latency = np.where(near, self._link_latency("node", near), self._link_latency("network", np.logical_not(near)))
         return size / np.where(near, node, network) + latency + e.kernel
 
-    def _ring(self, sent: Size, ranks: Size, stride: Size) -> Size:
-        near, e = self._near(ranks, stride), self.cluster.device.efficiency
+    def _slowest(self, ranks: Size, near: Size) -> Size:
+        """Bytes per second of the slowest link of a ring, per rank."""
+        e = self.cluster.device.efficiency
         node = self._bandwidth("node", near > 1) * e.node
         network = self._bandwidth("network", ranks > near) * e.network * near
-        slowest = np.where(ranks > near, np.where(near > 1, np.minimum(node, network), network), node)
-        return np.where(ranks > 1, sent / slowest + self._latency(ranks, near), 0.0)
+        return np.where(ranks > near, np.where(near > 1, np.minimum(node, network), network), node)
 
     def _latency(self, ranks: Size, near: Size) -> Size:
-        """Of a collective: a ring's steps within nodes, a tree's between them, and the kernel."""
+        """Of a collective: a step to each neighbour within nodes, a tree's between them, and the kernel."""
         nodes = ranks / near
         inside = self._link_latency("node", near > 1) * (near - 1)
         between = self._link_latency("network", nodes > 1) * 2 * np.ceil(np.log2(np.maximum(nodes, 1)))
