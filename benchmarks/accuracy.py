@@ -10,16 +10,19 @@ and prints TOML.
 """
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rows import TRUTH, Row, rows
 from truth_rows.fit import as_toml, fit, left_out
 from truth_rows.score import Prediction, table
 
 from greylag.sim import predict
+from greylag.sim.estimate import estimate
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
 
@@ -36,8 +39,8 @@ def predicted(row: Row, job: Job | None = None) -> Prediction:
 
 
 def seconds(job: Job) -> float:
-    """Predicted seconds of a step."""
-    return predict(job).total_seconds
+    """Predicted seconds of a step, without its memory: what a fit asks for ten thousand times."""
+    return float(np.asarray(estimate(job).seconds).item())
 
 
 def show_missing(console: Console, predictions: list[Prediction]) -> None:
@@ -49,18 +52,23 @@ def show_missing(console: Console, predictions: list[Prediction]) -> None:
         console.print(f"{len(same):4d} not told ({groups}): {why}", highlight=False, markup=False)
 
 
-def show_fit(console: Console, found: list[Row], by: str) -> None:
-    """Fit the constants, print them as TOML, and the tables of the fit and of the models left out."""
+def show_fit(console: Console, found: list[Row], by: str) -> dict[str, dict[str, float]]:
+    """Fit the constants, print them as TOML, and the tables of the fit and of the models left out.
+
+    Returns seconds by row id, `fitted_seconds` and `left_out_seconds`.
+    """
     fitted_to = [row for row in found if row.seconds and predicted(row).step]
     began = time.perf_counter()
     best = fit(fitted_to, seconds)
     console.print(as_toml(best), highlight=False, markup=False)
     took = time.perf_counter() - began
     console.print(f"fitted to {len(fitted_to)} rows, {len(best.shift)} constants, in {took:.0f} s", highlight=False)
-    console.print(table([predicted(row, best.job(row)) for row in fitted_to], by))
+    now = [predicted(row, best.job(row)) for row in fitted_to]
+    console.print(table(now, by))
     apart = left_out(fitted_to, best)
     console.print("Leave one model out: each predicted by constants fitted to the other models alone.")
-    console.print(table([Prediction(p.row, p.step, "", apart[p.row.id]) for p in map(predicted, fitted_to)], by))
+    console.print(table([Prediction(p.row, p.step, "", apart[p.row.id]) for p in now], by))
+    return {p.row.id: {"fitted_seconds": p.seconds or 0.0, "left_out_seconds": apart[p.row.id]} for p in now}
 
 
 def main(arguments: list[str]) -> None:
@@ -84,10 +92,10 @@ def main(arguments: list[str]) -> None:
     show_missing(console, predictions)
     told = sum(p.step is not None for p in predictions)
     console.print(f"{told} predictions in {took:.1f} s, {1e3 * took / max(told, 1):.1f} ms each", highlight=False)
+    more = show_fit(console, found[:: chosen.sample], chosen.by) if chosen.fit else {}
     if chosen.out:
-        chosen.out.write_text("".join(p.line() + "\n" for p in predictions), encoding="utf-8")
-    if chosen.fit:
-        show_fit(console, found[:: chosen.sample], chosen.by)
+        lines = [json.dumps(p.record() | more.get(p.row.id, {})) + "\n" for p in predictions]
+        chosen.out.write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

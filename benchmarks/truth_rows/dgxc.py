@@ -60,11 +60,16 @@ def _model(raw: Raw, models: Raw) -> Model:
     return model
 
 
+UNPRINTED_VP = {"nemotron4_340b": 12}
+"""Virtual stages where a release's table has none and a later one's of the same recipe does (NVIDIA/dgxc-benchmarking,
+nemotron/README.md)."""
+
+
 def _nemo(raw: Raw, model: Model) -> dict[str, Any]:
     p, gpus = raw["parallel"], raw["hardware"]["num_gpus"]
     if p["pp"] is None:
         raise Untold("the source misprints the pipeline degree (PP 41)")
-    vp = (p["vp"] or 1) if p["pp"] > 1 else 1
+    vp = (p["vp"] or UNPRINTED_VP.get(raw["model"]["ref"], 1)) if p["pp"] > 1 else 1
     if (model.num_layers + 2) // (p["pp"] * vp) == 0 or model.num_layers < p["pp"] * vp - 2:
         vp = 1
     tp, cp = p["tp"], p["cp"] or 1

@@ -1,6 +1,5 @@
 """Score: errors of predictions against measured figures, by group, and the table that shows them."""
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import mean, median
@@ -57,10 +56,10 @@ class Prediction:
         found = getattr(self.step, "interval", None) if self.step else None
         return (float(found[0]), float(found[1])) if found else None
 
-    def line(self) -> str:
-        """One line of JSON."""
+    def record(self) -> dict[str, Any]:
+        """What is written of a row."""
         row = self.row
-        record = {
+        return {
             "id": row.id,
             "group": row.group,
             "family": row.family,
@@ -76,7 +75,6 @@ class Prediction:
             "memory_error": self.memory_error,
             "why_not": self.why_not,
         }
-        return json.dumps(record)
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:

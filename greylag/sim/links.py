@@ -33,7 +33,7 @@ class Links:
         return np.where(ranks > 1, ring + calls * (latency + self.cluster.device.efficiency.kernel), 0.0)
 
     def reduce(self, size: Size, ranks: Size, stride: Size = 1) -> Size:
-        """All-reduce of `size` bytes, twice what a gather moves; between nodes by trees, whose depth is their latency."""
+        """All-reduce of `size` bytes, twice what a gather moves; between nodes by trees, whose depth is the latency."""
         near = self._near(ranks, stride)
         ring = 2 * size * (ranks - 1) / ranks / self._slowest(ranks, near)
         return np.where(ranks > 1, ring + 2 * self._latency(ranks, near), 0.0)

@@ -25,7 +25,7 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     dispatch: Literal["choices", "nodes"] = "choices"
     """How tokens travel to experts: once for each choice (NCCL's all-to-all), or once to each node that has any of the
     chosen, whose ranks hand them on (DeepEP, arXiv 2412.19437, section 3.2.2; HybridEP)."""
-    launch_us: float = 5.0
+    launch_us: float = 10.0
     """Host time per kernel, without graphs: a layer is never faster than its launches."""
     speed: float = 1.0
     """Speed of this generation's kernels, beside that of the device's `Efficiency`."""
