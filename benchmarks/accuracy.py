@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rows import TRUTH, Row, rows
 from truth_rows.fit import as_toml, fit, left_out
+from truth_rows.presets import write
 from truth_rows.score import Prediction, table
 
 from greylag.sim import predict
@@ -52,8 +53,8 @@ def show_missing(console: Console, predictions: list[Prediction]) -> None:
         console.print(f"{len(same):4d} not told ({groups}): {why}", highlight=False, markup=False)
 
 
-def show_fit(console: Console, found: list[Row], by: str) -> dict[str, dict[str, float]]:
-    """Fit the constants, print them as TOML, and the tables of the fit and of the models left out.
+def show_fit(console: Console, found: list[Row], by: str, keep: bool) -> dict[str, dict[str, float]]:
+    """Fit the constants, print them as TOML, and the tables of the fit and of the models left out; `keep` writes presets.
 
     Returns seconds by row id, `fitted_seconds` and `left_out_seconds`.
     """
@@ -68,6 +69,8 @@ def show_fit(console: Console, found: list[Row], by: str) -> dict[str, dict[str,
     apart = left_out(fitted_to, best)
     console.print("Leave one model out: each predicted by constants fitted to the other models alone.")
     console.print(table([Prediction(p.row, p.step, "", apart[p.row.id]) for p in now], by))
+    if keep:
+        write(best, fitted_to, apart)
     return {p.row.id: {"fitted_seconds": p.seconds or 0.0, "left_out_seconds": apart[p.row.id]} for p in now}
 
 
@@ -79,6 +82,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--by", default="group", choices=("group", "generation", "family"), help="lines of the table")
     parser.add_argument("--out", type=Path, help="write one line of JSON per row")
     parser.add_argument("--fit", action="store_true", help="fit the constants and print them")
+    parser.add_argument("--write", action="store_true", help="with --fit: write the constants into greylag's presets")
     parser.add_argument("--sample", type=int, default=1, help="fit to one row in so many")
     chosen = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 200)
@@ -92,7 +96,7 @@ def main(arguments: list[str]) -> None:
     show_missing(console, predictions)
     told = sum(p.step is not None for p in predictions)
     console.print(f"{told} predictions in {took:.1f} s, {1e3 * took / max(told, 1):.1f} ms each", highlight=False)
-    more = show_fit(console, found[:: chosen.sample], chosen.by) if chosen.fit else {}
+    more = show_fit(console, found[:: chosen.sample], chosen.by, chosen.write) if chosen.fit else {}
     if chosen.out:
         lines = [json.dumps(p.record() | more.get(p.row.id, {})) + "\n" for p in predictions]
         chosen.out.write_text("".join(lines), encoding="utf-8")

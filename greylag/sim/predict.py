@@ -9,6 +9,7 @@ from greylag.sim.estimate import estimate, shard_traffic
 from greylag.sim.local import local_seconds
 from greylag.sim.memory import predict_memory
 from greylag.sim.operators import Size
+from greylag.sim.trust import trust
 from greylag.spec import Job, SpecError, Step
 from greylag.spec.cluster import Calibration
 from greylag.spec.messages import model_parallel_messages
@@ -22,6 +23,8 @@ def predict(job: Job, calibration: Calibration | None = None) -> Step:
     Raises SpecError if the cluster lacks a figure that it needs.
     """
     causes: dict[str, float] = {}
+    interval: tuple[float, float] | None = None
+    remarks: tuple[str, ...] = ()
     if job.cluster.is_local:
         if calibration is None:
             raise SpecError("cluster 'local' is known by calibration alone: run `greylag calibrate`")
@@ -36,10 +39,13 @@ def predict(job: Job, calibration: Calibration | None = None) -> Step:
         seconds = dict.fromkeys(PHASES, 0.0) | {phase: _one(x) for phase, x in found.phases.items()}
         causes = {cause: _one(x) for cause, x in found.causes.items() if np.any(x)}
         wire = _sent(job)
+        interval, remarks = trust(job).interval(sum(seconds.values())), trust(job).remarks
     return Step(
         source="predicted",
         seconds=seconds,
         causes=causes,
+        interval=interval,
+        remarks=remarks,
         bytes=predict_memory(job),
         wire_bytes=wire,
         tokens=job.tokens,

@@ -9,6 +9,22 @@ from typing import Literal
 import msgspec
 
 
+class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Measured runs of one kind that a framework's constants were held against."""
+
+    device: str
+    """Name of the device."""
+    kind: Literal["dense", "experts"]
+    dtype: str
+    """Of the linear layers' GEMMs."""
+    rows: int
+    """How many runs."""
+    ranks: int
+    """Devices of the largest of them."""
+    spread: float
+    """Nine in ten of their step times lie within this share of the prediction made without their model."""
+
+
 class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One generation of a framework."""
 
@@ -31,6 +47,8 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Speed of this generation's kernels, beside that of the device's `Efficiency`."""
     exposed: float = 0.2
     """Share of the communication meant to be overlapped that still shows."""
+    evidence: tuple[Evidence, ...] = ()
+    """What is known of how far predictions can be trusted; empty where no run was at hand."""
 
     @property
     def launch(self) -> float:

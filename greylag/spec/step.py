@@ -28,6 +28,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """By phase, keys of `PHASES`."""
     causes: dict[str, float] = {}
     """Predicted seconds by what they are spent on, of a rank of the busiest stage; they overlap the phases."""
+    interval: tuple[float, float] | None = None
+    """Seconds between which nine in ten measured steps would lie; None where nothing is known of it."""
+    remarks: tuple[str, ...] = ()
+    """What a prediction rests on, and where it goes beyond it."""
     bytes: dict[str, float] = {}
     """Peak memory by pool, keys of `POOLS`; empty where it was not measured in this step."""
     wire_bytes: float = 0.0
@@ -73,3 +77,54 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def utilization(self) -> float | None:
         """Model FLOPs utilization (MFU, arXiv 2204.02311 appendix B); None where the peak is unknown."""
         return self.flops_per_second / self.peak_flops if self.peak_flops else None
+
+    def __str__(self) -> str:
+        return "\n".join("  ".join(row).rstrip() for row in _aligned(_rows(self)))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same table for a notebook."""
+        title, *rows = _rows(self)
+        cells = "".join(
+            "<tr>" + "".join(f'<td style="text-align: {"right" if n else "left"}">{c}</td>' for n, c in enumerate(row))
+            for row in rows
+        )
+        return f"<table><caption>{' '.join(title).strip()}</caption>{cells}</table>"
+
+
+def _rows(step: Step) -> list[tuple[str, str, str]]:
+    """What a step says of itself: a title, then (what, figure, share)."""
+    total, place = step.total_seconds, f" {step.number}" if step.number else ""
+    rows = [(f"{step.source} step{place}", _short(total, _SECONDS), "")]
+    for heading, parts in (("", step.seconds), ("spent on", step.causes)):
+        rows += [(heading, "", "")] * bool(heading and parts)
+        for name, value in parts.items():
+            if value:
+                rows.append((f"  {name}", _short(value, _SECONDS), f"{value / total:.1%}" if total else ""))
+    if total:
+        rows.append(("tokens per second", _short(step.tokens_per_second, _COUNT), ""))
+        used = f"{step.utilization:.1%} MFU" if step.utilization is not None else ""
+        rows.append(("model FLOP/s", _short(step.flops_per_second, _COUNT), used))
+    if step.loss is not None:
+        rows.append(("loss", f"{step.loss:.4f}", ""))
+    if step.bytes:
+        rows.append(("memory of a rank", _short(step.total_bytes, _BYTES), ""))
+        rows += [(f"  {pool}", _short(size, _BYTES), "") for pool, size in step.bytes.items() if size]
+    return rows
+
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+_COUNT = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
+
+def _short(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    """Three digits and the unit that fits."""
+    size, name = next((unit for unit in units if abs(value) >= unit[0]), units[-1])
+    return f"{value / size:#.3g}".rstrip(".") + f" {name}".rstrip()
+
+
+def _aligned(rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+    left, middle = (max(len(row[n]) for row in rows) for n in (0, 1))
+    return [(what.ljust(left), figure.rjust(middle), share.rjust(9)) for what, figure, share in rows]

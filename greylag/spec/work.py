@@ -44,9 +44,7 @@ class Op(NamedTuple):
     """Number of calls that share the elements."""
 
 
-def layer_gemms(
-    model: Model, layer: int, tokens: int, tp: int = 1, ep: int = 1, etp: int | None = None
-) -> list[Gemm]:
+def layer_gemms(model: Model, layer: int, tokens: int, tp: int = 1, ep: int = 1, etp: int | None = None) -> list[Gemm]:
     """The linear layers of one layer for `tokens` tokens of one rank; experts are cut by `etp`, by tp if None.
 
     Experts that fewer tp ranks cut see the tokens of the others no more, but as many of their own.
