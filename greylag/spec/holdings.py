@@ -7,6 +7,7 @@ here as the layers' framework lays it out: on the last stage, with a copy of the
 """
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -98,7 +99,7 @@ def chunks(model: Model, strategy: Strategy, rank: int) -> tuple[Chunk, ...]:
     """
     s, sizes = strategy, stage_sizes(model, strategy)
     stages = len(sizes)
-    starts = [sum(sizes[:n]) for n in range(stages)]
+    starts = [0, *itertools.accumulate(sizes)]
     if s.pp > 1 and s.schedule in ("zb-v", "dualpipe-v"):
         mine = [rank, stages - 1 - rank]
     elif s.pp > 1 and s.schedule == "dualpipe":

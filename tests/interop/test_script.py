@@ -48,7 +48,7 @@ def test_what_is_not_known_names_its_variable() -> None:
 
 @pytest.mark.parametrize(
     ("condition", "branch"),
-    [('"$X" == "fp8"', "yes"), ('"$X" != "fp8"', "no"), ('-n "$X"', "yes"), ('-z "$UNKNOWN"', "yes"), ("$N -gt 2", "yes"),
+    [('"$X" == "fp8"', "yes"), ('"$X" != "fp8"', "no"), ('-n "$X"', "yes"), ('-z "$NIL"', "yes"), ("$N -gt 2", "yes"),
      ("$N -lt 2", "no"), ("! $N -lt 2", "yes"), ('"$X" = "bf16" ]] || [[ $N -eq 3', "yes"),
      ('"$X" = "fp8" ]] && [[ $N -eq 4', "no"), ("-f file", "no")],
 )  # fmt: skip
@@ -87,7 +87,9 @@ def test_what_the_caller_sets_wins() -> None:
 
 
 def test_pipes_redirections_and_documents() -> None:
-    script = read_script("run --a 1 2>&1 | tee log\ncat <<EOF > x\nit's data\nEOF\nsbatch <<EOF\nsrun --b\nEOF\n", {}, "s")
+    script = read_script(
+        "run --a 1 2>&1 | tee log\ncat <<EOF > x\nit's data\nEOF\nsbatch <<EOF\nsrun --b\nEOF\n", {}, "s"
+    )
     assert ("run", "--a", "1") in script.commands
     assert ("srun", "--b") in script.commands
 

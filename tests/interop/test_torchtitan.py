@@ -186,9 +186,7 @@ VALUES = st.one_of(st.integers(-1, 40).map(str), st.floats().map(str), st.sample
 
 @settings(max_examples=200, deadline=None)
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, min_size=1, max_size=3))
-def test_any_values_become_a_job_or_one_line(
-    changes: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_values_become_a_job_or_one_line(changes: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
         job = imported(tmp_path_factory.getbasetemp(), NEW, **changes).job
         assert job is not None

@@ -149,7 +149,7 @@ def test_layers_with_experts_become_a_rule() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "lama"}, "did you mean 'llama'"),
+        ({"model_type": "llamas"}, "did you mean 'llama'"),
         ({"model_type": "mamba2"}, "no architecture 'mamba2'"),
         ({"model_type": "llava", "text_config": {}}, "text_config"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
