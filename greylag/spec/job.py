@@ -176,6 +176,8 @@ def _model(job: Job) -> Iterator[Finding]:
         )
     if model.bias and model.qkv_bias:
         yield error("model.qkv_bias", "has no effect beside bias, which puts one on every projection", "remove one")
+    if model.window is None:
+        yield from unused("model.", model, ("full_attention_every",), "without a window")
     if model.moe and model.bias:
         yield error("model.bias", "experts have no biases", "set bias = false")
     if model.moe:

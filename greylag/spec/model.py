@@ -86,8 +86,8 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tied_embeddings: bool = False
     window: int | None = None
     """Tokens that sliding-window attention sees; None sees all before."""
-    full_attention_every: int = 1
-    """With a window, one layer in this many sees all (GPT-OSS: 2)."""
+    full_attention_every: int | None = None
+    """With a window, one layer in this many sees all (GPT-OSS: 2); None: none does."""
     num_mtp_layers: int = 0
     """Multi-token prediction modules behind the last layer (arXiv 2412.19437, section 2.2)."""
     init_std: float = 0.02
@@ -120,4 +120,5 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def has_window(self, layer: int) -> bool:
         """Whether layer number `layer` attends to a window alone."""
-        return self.window is not None and (layer + 1) % self.full_attention_every != 0
+        every = self.full_attention_every
+        return self.window is not None and (every is None or (layer + 1) % every != 0)

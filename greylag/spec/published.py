@@ -134,6 +134,6 @@ def windows(window: int | None, windowed: Sequence[bool]) -> dict[str, int] | No
     if not window or not any(windowed):
         return {}
     if all(windowed):
-        return {"window": window, "full_attention_every": len(windowed) + 1}
+        return {"window": window}
     every = every_nth([not w for w in windowed])
     return {"window": window, "full_attention_every": every} if every else None

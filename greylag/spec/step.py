@@ -87,7 +87,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The same table for a notebook."""
         title, *rows = _rows(self)
         cells = "".join(
-            "<tr>" + "".join(f'<td style="text-align: {"right" if n else "left"}">{c}</td>' for n, c in enumerate(row))
+            "<tr>"
+            + "".join(f'<td style="text-align: {"right" if n else "left"}">{c}</td>' for n, c in enumerate(row))
+            + "</tr>"
             for row in rows
         )
         return f"<table><caption>{' '.join(title).strip()}</caption>{cells}</table>"

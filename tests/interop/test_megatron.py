@@ -257,7 +257,7 @@ def test_details_of_fp8_and_state(tmp_path: Path) -> None:
         ("--tensor-model-parallel-size 4 --sequence-parallel", {"vocab_size": 50688}),
         ("--padded-vocab-size 50000", {"vocab_size": 50000}),
         ("--window-size 127,0 --window-attn-skip-freq 2", {"window": 128, "full_attention_every": 2}),
-        ("--window-size '(127,0)'", {"window": 128, "full_attention_every": 5}),
+        ("--window-size '(127,0)'", {"window": 128, "full_attention_every": None}),
         ("--window-size 127,0 --window-attn-skip-freq [1,1,1,0]", {"window": 128, "full_attention_every": 4}),
     ],
 )  # fmt: skip
