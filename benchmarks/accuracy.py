@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py [--truth FOLDER] [--group GROUP ...] [--out rows.jsonl] [--by group]
     python benchmarks/accuracy.py --fit        # constants for the presets, and errors on models left out of the fit
 
-FOLDER is one of row files as `benchmarks/truth` (the default). Each row is told as a Job (`benchmarks/rows.py`),
+FOLDER holds row files like `benchmarks/truth` (the default). Each row is told as a Job (`benchmarks/rows.py`),
 predicted, and compared with what was measured; `--out` writes a line of JSON for each, also for those that no Job
 says, with why. `--fit` fits the constants of devices and software generations to the step times (`truth_rows/fit.py`)
 and prints TOML.
@@ -54,7 +54,7 @@ def show_missing(console: Console, predictions: list[Prediction]) -> None:
 
 
 def show_fit(console: Console, found: list[Row], by: str, keep: bool) -> dict[str, dict[str, float]]:
-    """Fit the constants, print them as TOML, and the tables of the fit and of the models left out; `keep` writes presets.
+    """Fit the constants, print them as TOML, and the tables of the fit and of the models left out; `keep` writes them.
 
     Returns seconds by row id, `fitted_seconds` and `left_out_seconds`.
     """

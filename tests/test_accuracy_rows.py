@@ -266,3 +266,17 @@ def test_accuracy_prints_and_writes(tmp_path, capsys):
 def test_no_rows_is_said(tmp_path):
     with pytest.raises(SystemExit, match="no rows"):
         accuracy.main(["--group", "nobody"])
+
+
+def test_recipe_is_that_of_the_release():
+    """DeepSeek-V3 on GB200: whole-iteration graphs and experts' overlap came with 26.06."""
+    by_release = {
+        r.raw["release"]: r.job for r in of("megatron_bridge") if r.id.split("/")[2:4] == ["DeepSeekV3", "DGX-GB200"]
+    }
+    older, newer = by_release["NeMo 26.04"], by_release["NeMo 26.06"]
+    assert older.software.graphs
+    assert older.strategy.recompute_modules == ("mlp",)
+    assert "ep" not in older.strategy.overlap
+    assert newer.strategy.recompute_modules == ("mla_up",)
+    assert "ep" in newer.strategy.overlap
+    assert older.strategy.stage_layers == (*[4] * 15, 1)

@@ -53,7 +53,7 @@ def _job(raw: Raw, models: Raw) -> Job:
         model=model,
         precision=megatron_precision(_PRESETS[PRECISIONS[raw["precision"]]]),
         on=cluster(raw["hardware"]["gpu"], gpus),
-        software=replace(software, graphs=settings.graphs),
+        software=replace(software, graphs=settings.graphs, dispatch="nodes" if settings.flex else "choices"),
         sequence=b["seq_len"],
         global_batch=b["gbs"],
         strategy={

@@ -1,11 +1,13 @@
 """NVIDIA/dgxc-benchmarking: NeMo (Megatron-Core), MaxText and PaxML, 8 to 2304 GPUs; printed step seconds.
 
-Rules of the source's launch scripts where a row does not say: no recompute with NeMo; distributed optimizer;
-gradients reduced in BF16 beside backward and tensor-parallel messages overlapped (NeMo's performance recipes); FP8 is
-TransformerEngine's delayed scaling of per-tensor scales, NeMo's default up to 25.04 and JAX's only recipe; expert
-tensor parallelism as printed, else 1. `cp` null is 1. JAX: parameters sharded over the printed FSDP group (all ranks
-if none), replicas of it, whole layers recomputed (MaxText's remat_policy "full"). Layers of a cut model are the row's
-own. The generation is the container that the title names ("24.09"), else the release of the benchmark.
+Rules of the source where a row does not say (NVIDIA/NeMo, scripts/performance: recommended_model_configs/*.csv and
+llm/pretrain_*.py): distributed optimizer; gradients reduced in BF16 beside backward and tensor-parallel messages
+overlapped; no recompute, but of the attention core (GB200) or MLA's up-projections (H100) in DeepSeek-V3, whose stages
+are uneven; CUDA graphs for few models on GB200. FP8 is TransformerEngine's delayed scaling of per-tensor scales, NeMo's
+default and JAX's only recipe; expert tensor parallelism is 1 where none is printed, as the same shapes print it later.
+`cp` null is 1. JAX: parameters sharded over the printed FSDP group (all ranks if none), replicas of it, whole layers
+recomputed (MaxText's remat_policy "full"). Layers of a cut model are the row's own. The generation is the container
+that the title names ("24.09"), else the release of the benchmark.
 """
 
 import re
@@ -17,8 +19,22 @@ from greylag.spec.job import Job
 from greylag.spec.model import Model
 from truth_rows.bridge import bridge_model, megatron_precision
 from truth_rows.dims import model_of
-from truth_rows.row import Dialect, Memory, Raw, Untold, balanced_stages, cluster, generation, make_job, overlapped
+from truth_rows.row import (
+    Dialect,
+    Memory,
+    Raw,
+    Untold,
+    balanced_stages,
+    cluster,
+    generation,
+    make_job,
+    modules,
+    overlapped,
+    preset,
+)
 
+_GRAPHS = {("gpt3_175b", "GB200"), ("llama3_8b", "GB200"), ("nemotron4_15b", "GB200"), ("llama4_maverick_400b", "H100")}
+"""(model, GPU) of NeMo's recommended configurations with CUDA graphs, and Nemotron-4 340B on GB200 in FP8."""
 _PRECISIONS = {"bf16": "bf16", "fp8": "fp8-tensor-delayed"}
 
 
@@ -35,7 +51,7 @@ def _job(raw: Raw, models: Raw) -> Job:
         model=model,
         precision=megatron_precision(precision) if is_nemo else precision,
         on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
-        software=_generation(raw),
+        software=replace(preset("software", _generation(raw)), graphs=_has_graphs(raw)),
         sequence=b["seq_len"],
         global_batch=b["gbs"],
         strategy=strategy,
@@ -83,9 +99,28 @@ def _nemo(raw: Raw, model: Model) -> dict[str, Any]:
         "etp": (p["etp"] or 1) if model.moe and tp > 1 else None,
         "zero": 1,
         "micro_batch": raw["batch"]["mbs"],
-        "stage_layers": balanced_stages(model.num_layers, p["pp"] * vp),
+        "stage_layers": _stages(raw, model.num_layers, p["pp"], vp),
         "overlap": overlapped(("dp", True), ("tp", tp > 1), ("pp", vp > 1)),
+        **_recompute(raw),
     }
+
+
+def _has_graphs(raw: Raw) -> bool:
+    key = (raw["model"]["ref"], raw["hardware"]["gpu"])
+    return key in _GRAPHS or (*key, raw["precision"]) == ("nemotron4_340b", "GB200", "fp8")
+
+
+def _recompute(raw: Raw) -> dict[str, Any]:
+    if raw["model"]["ref"] != "deepseek_v3":
+        return {}
+    return modules(["core_attn"] if raw["hardware"]["gpu"] == "GB200" else ["mla_up_proj"])
+
+
+def _stages(raw: Raw, layers: int, pp: int, vp: int) -> tuple[int, ...]:
+    """DeepSeek-V3's first stage holds one layer less than 64 make even, its last two; others balance."""
+    if raw["model"]["ref"] == "deepseek_v3" and layers == 61 and pp > 1 and vp == 1:
+        return (64 // pp - 1, *[64 // pp] * (pp - 2), 64 // pp - 2)
+    return balanced_stages(layers, pp * vp)
 
 
 def _jax(raw: Raw) -> dict[str, Any]:

@@ -23,9 +23,9 @@ NOISE = 0.03
 """Standard deviation of a measured step time's logarithm: two runs of one setting differ by about this."""
 HUBER = 2.0
 """Standard deviations from which an error weighs by its size and not by its square."""
-WIDTH = {"speed": 0.3, "exposed": 0.7, "launch_us": 0.8, "kernel_us": 0.3, "gemm_ramp": 0.5, "node": 0.15}
+WIDTH = {"speed": 0.3, "exposed": 0.7, "launch_us": 0.8, "kernel_us": 0.25, "gemm_ramp": 0.5, "node": 0.1}
 """Standard deviation of a constant's logarithm around its default."""
-OTHER_WIDTH = 0.25
+OTHER_WIDTH = 0.15
 STEP = 0.02
 """Of a finite difference, in the logarithm."""
 DAMPING = 1e-2

@@ -10,9 +10,10 @@ What the tables do not print:
   a Strategy knows no other tensor parallelism. Table 4 is one layer and no step.
 - README: distributed optimizer, all overlaps on (its options); micro-batch 1 with a pipeline, else all of a rank's up
   to 4; one layer a virtual stage up to 12 of them, as in NVIDIA's MLPerf submissions of the time.
-- MT-NLG (arXiv 2201.11990, section 3): micro-batch 1, all layers recomputed, no interleaving. FP16 costs what BF16
-  does, and is told as that. Flash attention came later: these attention cores are unfused, which no setting of a
-  Software says; the fit's `speed` takes what it can of it.
+- MT-NLG (arXiv 2201.11990, section 3) and the README's A100 row: micro-batch 1, all layers recomputed, no interleaving.
+
+FP16 costs what BF16 does, and is told as that. Flash attention came later: these attention cores are unfused, which no
+setting of a Software says; the fit's `speed` takes what it can of it.
 """
 
 from typing import Any
@@ -82,12 +83,17 @@ def _rules(raw: Raw) -> dict[str, Any]:
         return {**full, "micro_batch": each_rank}
     if kind == "korthikanti":
         return {"zero": 0, "overlap": (), "micro_batch": b["mbs"], "vp": p["vp"] or 1, **_recompute(raw["recompute"])}
-    if kind == "mt-nlg-530b":
+    if kind == "mt-nlg-530b" or _is_old_readme(raw):
         return {**full, "micro_batch": b["mbs"] or 1}
     own = layers // p["pp"]
     vp = max(v for v in range(1, 13) if own % v == 0) if p["pp"] > 1 else 1
     micro = b["mbs"] or (1 if p["pp"] > 1 else max(n for n in (1, 2, 4) if each_rank % n == 0))
     return {"zero": 1, "micro_batch": micro, "vp": vp, "overlap": ("dp", "tp", "pp")}
+
+
+def _is_old_readme(raw: Raw) -> bool:
+    """The README's table of A100s, up to 2023: hardware FLOPs with full recompute."""
+    return raw["id"].startswith("megatron-readme") and "hw_tflops_per_gpu" in raw["measured"]
 
 
 def _recompute(said: str | None) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def _memory(raw: Raw) -> Memory | None:
 
 def _generation(raw: Raw) -> str:
     kind = _kind(raw)
-    if kind.startswith("megatron-readme"):
+    if kind.startswith("megatron-readme") and not _is_old_readme(raw):
         return "megatron-core-2024"
     if kind == "megatron-sc21/t2" and raw["parallel"]["sharding"] == "zero3":
         return "deepspeed-2021"

@@ -36,6 +36,8 @@ class Settings:
     """Of one run."""
 
     graphs: bool
+    flex: bool
+    """Whether DeepEP or HybridEP dispatches tokens."""
     ep_overlap: bool
     tp_overlap: bool
     recompute: dict[str, Any]
@@ -55,7 +57,7 @@ def settings_of(raw: Raw, num_layers: int) -> Settings:
     if raw.get("recipe") and release not in releases:
         return _joined(raw)
     if not known:
-        return Settings(False, False, True, {}, None, False, False)
+        return Settings(False, False, False, True, {}, None, False, False)
     before = [r for r in releases if r <= release]
     mine = [s for s in known if (before[-1] if before else releases[0]) in s["releases"]]
     return _from_history(max(mine, key=lambda s: _likeness(s, raw)), raw, num_layers)
@@ -89,6 +91,7 @@ def _from_history(settings: dict[str, Any], raw: Raw, num_layers: int) -> Settin
     fits = layout and len(layout_stages(layout)) == p["pp"] * (p["vp"] or 1)
     return Settings(
         graphs=settings.get("graphs", False),
+        flex=settings.get("flex", False),
         ep_overlap=settings.get("ep_overlap", False),
         tp_overlap=True,
         recompute=recompute,
@@ -105,6 +108,7 @@ def _joined(raw: Raw) -> Settings:
     experts = own.get("comm_overlap.overlap_moe_expert_parallel_comm") or own.get("model.moe_a2a_overlap")
     return Settings(
         graphs=full or own.get("model.cuda_graph_impl", "none") not in ("none", None),
+        flex=full or own.get("model.moe_token_dispatcher_type") == "flex",
         ep_overlap=bool(full or experts or "overlap_moe_expert_parallel_comm=True" in whole),
         tp_overlap=bool(own.get("comm_overlap.tp_comm_overlap", "tp_comm_overlap=False" not in whole)),
         recompute=_joined_recompute(raw["recompute"] or {}),

@@ -14,7 +14,8 @@ What they do not print:
   without a pipeline, else 1; one layer a virtual stage up to 12.
 - MLPerf v3.1: FP8 with delayed scaling, micro-batch 1, 12 virtual stages, as in NVIDIA's submission.
 - DeepSeek-V3 on GB200 (NVIDIA/Megatron-LM docs/discussions/deepseek-v3-gb200-optimization): MXFP8, BF16 moments; CUDA
-  graphs and EP overlap are not among the steps told here; TFLOP/s count attention causal and one MTP layer.
+  graphs from the fifth step, no EP overlap; DeepEP and HybridEP differ in speed, which a Job does not
+  say; TFLOP/s count attention causal and one MTP layer.
 """
 
 from typing import Any
@@ -24,6 +25,7 @@ from msgspec.structs import replace
 from greylag.spec.job import Job
 from greylag.spec.model import Model
 from greylag.spec.precision import Precision
+from greylag.spec.software import Software
 from truth_rows.bridge import megatron_precision
 from truth_rows.dims import gpt, model_of
 from truth_rows.flops import causal, megatron_model
@@ -66,7 +68,7 @@ def _job(raw: Raw, models: Raw) -> Job:
         model=_model(raw, models),
         precision=_precision(raw),
         on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
-        software=_generation(raw),
+        software=_software(raw),
         sequence=b["seq_len"],
         global_batch=b["gbs"],
         strategy={"dp": gpus // (p["tp"] * p["pp"] * cp), "tp": p["tp"], "pp": p["pp"], "cp": cp, **rules},
@@ -97,6 +99,15 @@ def _precision(raw: Raw) -> Precision:
     if _kind(raw) == "llama3-405b":
         return gathered_low("bf16")
     return megatron_precision("bf16")
+
+
+def _software(raw: Raw) -> Software:
+    """CUDA graphs of attention and router are the fifth step of the optimization of DeepSeek-V3 on GB200."""
+    software: Software = preset("software", _generation(raw))
+    if _kind(raw) != "megatron-dsv3-gb200":
+        return software
+    dispatch = "choices" if raw["options"]["dispatcher"] == "AlltoAll" else "nodes"
+    return replace(software, graphs=int(raw["id"].split("/")[-1]) >= 5, dispatch=dispatch)
 
 
 def _megascale(raw: Raw) -> dict[str, Any]:
