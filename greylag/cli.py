@@ -13,6 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from greylag.spec import Job, Step
+    from greylag.spec.cluster import Calibration
 
 app = typer.Typer(
     help="Plan, check, train and land FP8 training runs of large models.",
@@ -44,16 +45,36 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def simulate(job_file: JobFile, overrides: Overrides = None) -> None:
+def simulate(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Perfetto trace: FILE.json or FILE.json.gz.", show_default=False)
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Places in the pipeline to draw: 0,1,15.  [default: all]", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write an HTML page.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what lies there.")] = False,
+) -> None:
     """Predict step time, utilization and peak memory.
 
-    Time by phase, memory by pool. On a `local` cluster from `greylag calibrate`, else from data sheets.
+    Time by phase and cause, memory by component on the fullest stage. On a `local` cluster from `greylag calibrate`,
+    else from data sheets.
     """
-    from greylag.report.show import print_prediction
+    from greylag.simulation import Outputs
+    from greylag.simulation import simulate as simulate_job
 
     job = _load(job_file, overrides)
     _require_no_problems(job)
-    print_prediction(job, _predict(job))
+    outputs = Outputs(trace, out, ranks, force)
+    if not out:
+        return simulate_job(job, _calibration(job), outputs)
+    try:
+        from greylag.report.prediction import render_prediction
+    except ImportError as error:
+        _fail(f"'simulate --out' needs {error.name}: pip install 'greylag[report]'")
+    return simulate_job(job, _calibration(job), outputs, render_prediction)
 
 
 @app.command()
@@ -113,7 +134,117 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="A launch script, YAML, TOML or config.json.", show_default=False)],
+    variables: Annotated[
+        list[str] | None, typer.Argument(help="Variables or arguments: NNODES=16 vocab-size=128256", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Kind and number of devices: h100-8x16.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the job here, not below.", show_default=False)] = None,
+) -> None:
+    """Turn another framework's configuration into a job.
+
+    Of Megatron-LM, Megatron-Bridge, torchtitan or Hugging Face. Says on stderr what the job cannot express.
+    """
+    from greylag.interop import import_file
+    from greylag.spec import SpecError
+
+    if out is not None and out.exists():
+        raise SpecError(f"{out}: exists already and is left as it is; choose another place")
+    given = [variable.partition("=") for variable in variables or []]
+    wrong = next((name + equals for name, equals, _ in given if not name or not equals), None)
+    if wrong is not None:
+        raise SpecError(f"{wrong!r}: write a variable of the script or an argument as NAME=value")
+    imported = import_file(file, cluster, {name: value for name, _, value in given})
+    for remark in imported.remarks:
+        _say(remark)
+    if out is None:
+        print(imported.text, end="")
+        return
+    try:
+        with out.open("x", encoding="utf-8") as new:
+            new.write(imported.text)
+    except OSError as error:
+        raise SpecError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
+    print(out)
+
+
+@app.command()
+def search(
+    job_file: JobFile,
+    overrides: Overrides = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(help="Hold an axis: tp=8, or 'zero=[1, 3]' to choose from.", show_default=False)
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="Widen it: tp-across-nodes gpipe uneven few-micro-batches.", show_default=False),
+    ] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option(help="Presets to try.  [default: the job's own]", show_default=False)
+    ] = None,
+    top: Annotated[int, typer.Option(help="Strategies to print, of different shapes.", min=1)] = 5,
+    limit: Annotated[
+        int | None, typer.Option(help="Thin the space out to so many.  [default: all]", min=1, show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the winner as a job file.", show_default=False)] = None,
+) -> None:
+    """Find the fastest strategy that fits, and say why.
+
+    All of tp, pp, cp, ep, etp, dp, vp, micro-batch, ZeRO, recompute, schedule, layers per stage. Exit code 1 if nothing
+    fits, with what would.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from greylag.sim.search import brief, job_table
+    from greylag.sim.search import search as find
+    from greylag.spec import SpecError
+    from greylag.spec.load import load_preset
+
+    if out is not None and out.exists():
+        raise SpecError(f"{out}: exists already and is left as it is; choose another place")
+    job = _load(job_file, overrides)
+    recipes = [load_preset("precision", name) for name in precision or []]
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("strategies", total=None)
+        found = find(job, fix=fix or (), allow=allow or (), precisions=recipes, top=top, limit=limit,
+                     progress=lambda done, total: bar.update(task, completed=done, total=total))  # fmt: skip
+    print(found)
+    if not found.best:
+        raise typer.Exit(1)
+    if out is not None:
+        from greylag.interop.jobfile import to_toml
+
+        winner = found.best[0]
+        head = f"# Found by greylag search: {brief(winner.job)}, {winner.seconds:.3f} s a step predicted\n"
+        try:
+            with out.open("x", encoding="utf-8") as new:
+                new.write(head + to_toml(job_table(winner.job)))
+        except OSError as error:
+            raise SpecError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
+        print(out)
+
+
 RunDirectory = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
+
+
+@app.command()
+def compare(
+    run: RunDirectory,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Predict anew, whatever the folder says.")] = False,
+) -> None:
+    """Lay a run's measured phases beside the predicted ones.
+
+    Names the largest excess by phase and rank, and what would explain it. With the run's own prediction if it has one.
+    """
+    from greylag.report.compare import compare_run
+
+    compare_run(run, _predict, fresh)
 
 
 @app.command()
@@ -232,9 +363,14 @@ def _require_torch() -> None:
 
 def _predict(job: "Job") -> "Step":
     from greylag.sim import predict
+
+    return predict(job, _calibration(job))
+
+
+def _calibration(job: "Job") -> "Calibration | None":
     from greylag.spec.calibration import load_local
 
-    return predict(job, load_local() if job.cluster.is_local else None)
+    return load_local() if job.cluster.is_local else None
 
 
 def _write_prediction(job: "Job", folder: Path) -> None:
@@ -255,9 +391,8 @@ def _write_prediction(job: "Job", folder: Path) -> None:
 def _peak_flops(job: "Job") -> float:
     from greylag.sim import peak_flops
     from greylag.spec import SpecError
-    from greylag.spec.calibration import load_local
 
     try:
-        return peak_flops(job, load_local() if job.cluster.is_local else None)
+        return peak_flops(job, _calibration(job))
     except SpecError:
         return 0.0

@@ -87,14 +87,13 @@ def _moe(d: Raw) -> MoE | None:
         return None
     width = d.get("moe_ffn") or d["ffn_hidden"]
     shared = d.get("shared_expert_ffn", d.get("num_shared", 0) * width)
-    if shared % width:
-        raise Untold(f"shared experts of width {shared}, no multiple of an expert's {width}")
     groups = d.get("router_groups", 1)
     return MoE(
         num_experts=d["experts"],
         top_k=d["topk"],
         ffn_hidden_size=width,
-        num_shared_experts=shared // width,
+        num_shared_experts=-(-shared // width),
+        shared_width=shared if shared % width else None,
         num_dense_layers=d.get("dense_layers", dense_layers(d.get("moe_layer_freq"))),
         num_groups=groups if d["experts"] % groups == 0 else 1,
         top_k_groups=d.get("router_group_topk", 1) if d["experts"] % groups == 0 else 1,

@@ -7,8 +7,8 @@ nodes 1, gpus 8), of four where its name says 1N4G or 1node on GB200, of as many
 is too small for more. Megatron's defaults (megatron/training/arguments.py): learned positions, LayerNorm, GELU,
 biases (left out with experts and MLA, where a Model has none), tied embeddings, FP32 gradients, no sharded optimizer,
 FFN of four hidden widths (8/3 rounded to 64 with SwiGLU), vocabulary of 50257 (GPT-2's) padded to 128 per
-tensor-parallel rank, micro-batch and batch as printed. A case without --sequence-parallel and with TP is told as with
-it. Unfused attention keeps scores, which no setting says: `software` is the same with and without.
+tensor-parallel rank, micro-batch and batch as printed, dropout of 0.1, the unfused loss; a local implementation has no
+flash attention.
 """
 
 import re
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from greylag.spec.job import Job
 from greylag.spec.model import Model
+from greylag.spec.software import Loss, Software
 from truth_rows.bridge import megatron_precision
 from truth_rows.dims import dense_layers, model_of
 from truth_rows.row import Dialect, Memory, Raw, Untold, cluster, layout_stages, make_job, modules, overlapped, preset
@@ -63,22 +64,18 @@ def _job(raw: Raw, models: Raw) -> Job:
     fsdp = o.get("use-megatron-fsdp") and o.get("data-parallel-sharding-strategy") == "optim_grads_params"
     zero = 3 if fsdp else (1 if o.get("use-distributed-optimizer") else 0)
     dp = gpus // ranks
-    software = preset("software", _generation(raw))
-    if o.get("grad-reduce-in-bf16"):
-        software = replace(software, gradients="bf16")
-    if o.get("cuda-graph-impl", "none") != "none":
-        software = replace(software, graphs=True)
     return make_job(
         raw,
         model=model,
         precision=megatron_precision(_PRECISIONS[raw["precision"]]),
         on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
-        software=software,
+        software=_software(raw),
         sequence=b["seq_len"],
         global_batch=b["gbs"],
         strategy={
             "dp": dp,
             "tp": p["tp"],
+            "sequence_parallel": p["tp"] == 1 or bool(p["sequence_parallel"]),
             "pp": p["pp"],
             "cp": p["cp"],
             "vp": vp,
@@ -96,6 +93,24 @@ def _job(raw: Raw, models: Raw) -> Job:
             "offload": ("activations",) if o.get("fine-grained-activation-offloading") else None,
             **_recompute(raw),
         },
+    )
+
+
+def _software(raw: Raw) -> Software:
+    o = raw["options"]
+    is_local = o.get("transformer-impl") == "local" and not o.get("use-flash-attn")
+    fused_loss: Loss = "in-place" if o.get("cross-entropy-fusion-impl") == "te" else "compiled-parallel"
+    software: Software = preset("software", _generation(raw))
+    return replace(
+        software,
+        gradients="bf16" if o.get("grad-reduce-in-bf16") else software.gradients,
+        graphs=o.get("cuda-graph-impl", "none") != "none",
+        attention="unfused" if o.get("attention-backend") == "unfused" or is_local else "flash",
+        dropout=o.get("attention-dropout") != 0.0,
+        loss=fused_loss if o.get("cross-entropy-loss-fusion") else "parallel",
+        weight_gradients="autograd" if o.get("no-gradient-accumulation-fusion") else "accumulated",
+        deterministic=bool(o.get("deterministic-mode")),
+        dispatch="nodes" if o.get("moe-token-dispatcher-type") == "flex" else "choices",
     )
 
 

@@ -6,14 +6,13 @@ What the tables do not print:
   layers recomputed; no sharded optimizer; gradients all-reduced after backward; no overlap.
 - SC21 table 2: as printed, without interleaving; its ZeRO-3 rows are DeepSpeed's, which gathers beside compute.
 - January 2021 (images/tables.tex): sequences of 1024 (the printed TFLOP/s are met with them), one micro-batch a step.
-- Selective recompute (arXiv 2205.05198): attention recomputed. Rows without sequence parallelism are told as with it:
-  a Strategy knows no other tensor parallelism. Table 4 is one layer and no step.
+- Selective recompute (arXiv 2205.05198): attention recomputed. It brought sequence parallelism, which older runs
+  (SC21, January 2021, MT-NLG, the README's A100 row) had not. Table 4 is one layer and no step.
 - README: distributed optimizer, all overlaps on (its options); micro-batch 1 with a pipeline, else all of a rank's up
   to 4; one layer a virtual stage up to 12 of them, as in NVIDIA's MLPerf submissions of the time.
 - MT-NLG (arXiv 2201.11990, section 3) and the README's A100 row: micro-batch 1, all layers recomputed, no interleaving.
 
-FP16 costs what BF16 does, and is told as that. Flash attention came later: these attention cores are unfused, which no
-setting of a Software says; the fit's `speed` takes what it can of it.
+FP16 costs what BF16 does, and is told as that.
 """
 
 from typing import Any
@@ -71,7 +70,8 @@ def _rules(raw: Raw) -> dict[str, Any]:
     """Strategy fields that a source's rules say, and `heads`."""
     kind, p, b, layers = _kind(raw), raw["parallel"], raw["batch"], raw["model"]["layers"]
     each_rank = b["gbs"] * p["tp"] * p["pp"] // raw["hardware"]["num_gpus"]
-    full: dict[str, Any] = {"zero": 0, "recompute": "full", "overlap": ()}
+    has_no_tp = p["tp"] == 1
+    full: dict[str, Any] = {"zero": 0, "recompute": "full", "overlap": (), "sequence_parallel": has_no_tp}
     if kind == "megatron-sc21/t1":
         micro, heads, each = _SC21[raw["id"].split("/")[-1]]
         vp = layers // p["pp"] // each if each else 1
@@ -82,7 +82,8 @@ def _rules(raw: Raw) -> dict[str, Any]:
     if kind == "megatron-jan2021":
         return {**full, "micro_batch": each_rank}
     if kind == "korthikanti":
-        return {"zero": 0, "overlap": (), "micro_batch": b["mbs"], "vp": p["vp"] or 1, **_recompute(raw["recompute"])}
+        own = {"micro_batch": b["mbs"], "vp": p["vp"] or 1, "sequence_parallel": has_no_tp or p["sequence_parallel"]}
+        return {"zero": 0, "overlap": (), **own, **_recompute(raw["recompute"])}
     if kind == "mt-nlg-530b" or _is_old_readme(raw):
         return {**full, "micro_batch": b["mbs"] or 1}
     own = layers // p["pp"]

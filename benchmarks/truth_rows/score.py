@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import mean, median
 from typing import Any
 
@@ -9,6 +10,8 @@ import msgspec
 from msgspec.structs import replace
 from rich.table import Table
 
+from greylag.sim.memory import Memory, memory
+from greylag.sim.memory_fused import Stage
 from greylag.spec.job import Job
 from greylag.spec.step import Step
 from greylag.spec.strategy import Strategy
@@ -35,10 +38,21 @@ class Prediction:
             return self.other_seconds
         return self.step.total_seconds if self.step else None
 
+    @cached_property
+    def stage(self) -> Stage | None:
+        """The predicted account of the ranks whose memory was measured; None where none was."""
+        if not (self.step and self.row.job and self.row.memory):
+            return None
+        account = memory(self.row.job)
+        return account.stage(-1 if self.row.memory.rank == "last" else int(account.peak_stage))
+
     @property
     def bytes(self) -> float | None:
-        """Predicted peak bytes of a rank."""
-        return sum(self.step.bytes.values()) if self.step else None
+        """Predicted peak bytes of a rank, counted as they were measured."""
+        if not (self.stage and self.row.memory):
+            return None
+        whole = Memory((self.stage,))
+        return float(whole.reserved if self.row.memory.kind == "reserved" else whole.total)
 
     @property
     def time_error(self) -> float | None:
@@ -73,6 +87,7 @@ class Prediction:
             "measured_bytes": row.bytes,
             "memory_kind": row.memory.kind if row.memory else None,
             "memory_error": self.memory_error,
+            "memory_peak": self.stage.moment if self.stage else None,
             "why_not": self.why_not,
         }
 

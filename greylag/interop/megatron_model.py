@@ -44,8 +44,6 @@ def model_table(a: Arguments, remarks: Remarks, tp: int) -> dict[str, Any]:
         table["num_mtp_layers"] = mtp
     if a.integer("num-experts", 0):
         table["moe"] = _experts(a, remarks, table)
-        _narrow(a, remarks, table)
-    _dropout(a, remarks)
     return table
 
 
@@ -186,15 +184,12 @@ def _experts(a: Arguments, remarks: Remarks, table: dict[str, Any]) -> dict[str,
         remarks.approximate("--moe-router-score-function", f"{score}; sigmoid stands in its place")
     width = a.integer("moe-ffn-hidden-size", table["ffn_hidden_size"])
     shared = a.integer("moe-shared-expert-intermediate-size", 0)
-    num_shared = max(round(shared / max(width, 1)), 1) if shared else 0
-    if num_shared * width != shared:
-        remarks.leave_out("--moe-shared-expert-intermediate-size", f"{shared}, no multiple of the width of a routed "
-                          f"expert, {width}; {num_shared} such shared experts instead: FLOPs and weights")  # fmt: skip
     moe: dict[str, Any] = {
         "num_experts": a.integer("num-experts"),
         "top_k": top_k,
         "ffn_hidden_size": width,
-        "num_shared_experts": num_shared,
+        "num_shared_experts": -(-shared // max(width, 1)),
+        **({"shared_width": shared} if shared % max(width, 1) else {}),
         **_sparse(freq, layers, a, remarks),
         "scoring": "softmax" if score == "softmax" else "sigmoid",
         # Softmax behind the choice, Megatron's default, is softmax over all divided by the sum of the chosen.
@@ -204,7 +199,7 @@ def _experts(a: Arguments, remarks: Remarks, table: dict[str, Any]) -> dict[str,
     a.flag("moe-router-pre-softmax")
     if not a.flag("moe-grouped-gemm"):
         remarks.approximate("--moe-grouped-gemm", "absent; the experts of a rank are one grouped GEMM all the same")
-    if a.text("moe-token-dispatcher-type", "allgather") != "alltoall":
+    if a.text("moe-token-dispatcher-type", "allgather") not in ("alltoall", "flex"):
         remarks.approximate("--moe-token-dispatcher-type", "tokens travel by all-to-all, once to each rank")
     groups, reach = a.integer("moe-router-num-groups", 0), a.integer("moe-router-group-topk", 0)
     if groups and reach:
@@ -223,21 +218,3 @@ def _sparse(freq: str, layers: int, a: Arguments, remarks: Remarks) -> dict[str,
     if int(freq) > 1:
         remarks.approximate("--moe-layer-freq", "experts in the first of each run of layers; they stand in the last")
     return {"num_dense_layers": 0, "every": int(freq)}
-
-
-def _narrow(a: Arguments, remarks: Remarks, table: dict[str, Any]) -> None:
-    """Experts without a gate become SwiGLU of two thirds the width: as many weights and FLOPs."""
-    if table["activation"] == "swiglu":
-        return
-    remarks.approximate("--swiglu", f"absent; experts of {table['activation']} stand as SwiGLU of two thirds the width,"
-                        " which has as many weights and FLOPs")  # fmt: skip
-    for inner in (table, table["moe"]):
-        inner["ffn_hidden_size"] = max(inner["ffn_hidden_size"] * 2 // 3 // 64 * 64, 64)
-    table["activation"] = "swiglu"
-
-
-def _dropout(a: Arguments, remarks: Remarks) -> None:
-    """Megatron's default is 0.1 for both."""
-    for name in ("hidden-dropout", "attention-dropout"):
-        if a.number(name, 0.1):
-            remarks.leave_out(f"--{name}", "dropout keeps a mask for backward: a byte an element")

@@ -64,12 +64,12 @@ APPROXIMATED: dict[re.Pattern[str], str] = {
                r"|overlap-dispatch-backward-with-experts-wgrad|moe-shared-expert-overlap|ep-overlap-.*"
                r"|overlap-param-gather-with-optimizer-step"): "a further overlap; the software's `exposed`",
     re.compile(r"moe-flex-dispatcher-backend|moe-enable-deepep|moe-.*-num-sms.*|moe-hybridep-.*"
-               r"|moe-permute-fusion-into-hybridep"): "tokens travel by all-to-all, once to each rank",
+               r"|moe-permute-fusion-into-hybridep"): "which kernels bring tokens to nodes: the device's constants",
     re.compile(r"cuda-graph-.*|optimizer-cuda-graph"): "the whole step is launched from graphs",
     re.compile(r"cp-comm-type|hierarchical-context-parallel-sizes"): "keys and values are gathered (all_gather)",
     re.compile(r"moe-router-force-load-balancing|moe-router-force-biased"): "tokens are spread evenly over experts",
     re.compile(r"moe-router-padding-for-.*"): "rows that pad experts' inputs are not counted",
-    re.compile(r"deterministic-mode|batch-invariant-.*"): "deterministic kernels are slower than those counted",
+    re.compile(r"batch-invariant-.*"): "deterministic kernels are slower than those counted",
     re.compile(r"empty-unused-memory-level"): "emptying the allocator's cache takes time that is not counted",
     re.compile(r"use-precision-aware-optimizer|store-param-remainders|reuse-grad-buf-for-mxfp8-param-ag"
                r"|no-store-param-remainders"): "master weights are FP32 beside BF16",

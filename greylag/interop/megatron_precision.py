@@ -103,9 +103,32 @@ def software_table(a: Arguments, remarks: Remarks, family: str) -> dict[str, Any
     facts["gradients"] = "bf16" if half or a.flag("no-grad-reduce-in-fp32") else "fp32"
     a.read |= {"megatron-fsdp-grad-comm-dtype", "grad-reduce-in-fp32"}
     graphs = a.text("cuda-graph-impl", "none") != "none" or a.flag("cuda-graph", "enable-cuda-graph")
-    if a.text("transformer-impl", "transformer_engine") != "transformer_engine":
-        remarks.approximate("--transformer-impl", "layers are counted as TransformerEngine's: what backward keeps")
-    if a.text("attention-backend", "auto") == "unfused":
-        remarks.leave_out("--attention-backend", "unfused attention keeps its scores: memory and time; fused instead")
     facts |= {"graphs": True} if graphs else {}
+    facts |= _layers(a, remarks)
+    if a.text("moe-token-dispatcher-type", "allgather") == "flex":
+        facts["dispatch"] = "nodes"  # DeepEP or HybridEP
     return changed(newest, "software", facts) if newest else {"name": family, **facts}
+
+
+def _layers(a: Arguments, remarks: Remarks) -> dict[str, Any]:
+    """What of a layer is fused. A local implementation has no flash attention unless told; dropout of 0.1, the unfused
+    loss and weight gradients added by the GEMM are defaults."""
+    is_local = a.text("transformer-impl", "transformer_engine") != "transformer_engine"
+    if is_local:
+        remarks.approximate("--transformer-impl", "layers are counted as TransformerEngine's: what backward keeps")
+    unfused = a.text("attention-backend", "auto") == "unfused" or (is_local and not a.flag("use-flash-attn"))
+    rates = [a.number(name, 0.1) > 0 for name in ("hidden-dropout", "attention-dropout")]
+    if len(set(rates)) == 2:
+        remarks.approximate("--hidden-dropout", "dropout of hidden states and attention is one fact: both have it")
+    in_place = a.text("cross-entropy-fusion-impl", "native") == "te"
+    fused = a.flag("cross-entropy-loss-fusion")
+    deterministic = a.flag("deterministic-mode")
+    if deterministic:
+        remarks.approximate("--deterministic-mode", "deterministic kernels are slower than those counted")
+    return {
+        "attention": "unfused" if unfused else "flash",
+        "dropout": any(rates),
+        "loss": ("in-place" if in_place else "compiled-parallel") if fused else "parallel",
+        "weight_gradients": "accumulated" if a.switch("gradient-accumulation-fusion", True) else "autograd",
+        "deterministic": deterministic,
+    }

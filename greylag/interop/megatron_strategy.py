@@ -49,9 +49,8 @@ def strategy_table(a: Arguments, remarks: Remarks, model: dict[str, Any], device
         remarks.approximate("--optimizer-offload-fraction", "the whole optimizer state lies in the host's memory")
     if offload:
         table["offload"] = offload
-    if d["tp"] > 1 and not a.flag("sequence-parallel"):
-        remarks.approximate("--sequence-parallel", "absent; tp cuts what lies between its layers all the same")
-    a.flag("sequence-parallel")
+    if not a.flag("sequence-parallel") and d["tp"] > 1:
+        table["sequence_parallel"] = False
     return table
 
 

@@ -1,16 +1,21 @@
 """Show: a job and its prediction as tables on the terminal."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from greylag.report.account import Account
 from greylag.report.quantity import count, flops_per_second, memory, percent, seconds
-from greylag.spec import Job, Step, num_active_parameters, num_parameters
+from greylag.spec import Finding, Job, Step, num_active_parameters, num_parameters
 from greylag.spec.grid import AXES, Grid, tier
 from greylag.spec.precision import role_table
 from greylag.spec.work import flops_per_token
 
 _SHOWN_RANKS = 16
+SMALLEST = 0.01
+"""Components below this share of the whole are added up."""
 
 
 def print_job(job: Job, pools: dict[str, float], console: Console | None = None) -> None:
@@ -25,27 +30,96 @@ def print_job(job: Job, pools: dict[str, float], console: Console | None = None)
     console.print(_precision(job))
 
 
-def print_prediction(job: Job, step: Step, console: Console | None = None) -> None:
-    """Print a predicted step: time by phase, throughput, utilization, memory by pool."""
+def print_prediction(
+    job: Job, step: Step, held: Account, findings: Sequence[Finding] = (), console: Console | None = None
+) -> None:
+    """Print a predicted step: time by phase and by cause, throughput, memory of the fullest stage by component.
+
+    `findings` say what to change where the job does not fit.
+    """
     console = console or Console()
     console.print(f"[bold]{escape(job.name)}[/]: predicted step")
-    table = Table()
-    table.add_column("phase")
-    table.add_column("time", justify="right")
-    table.add_column("share", justify="right")
-    for phase, value in step.seconds.items():
-        if value:
-            table.add_row(phase, seconds(value), percent(value / step.total_seconds))
-    table.add_section()
-    table.add_row("step", seconds(step.total_seconds), "")
-    console.print(table)
+    side_by_side = Table.grid(padding=(0, 2))
+    tables = [_shares("phase", step.seconds, step.total_seconds, "step")]
+    if step.causes:
+        tables.append(_shares("spent on", step.causes, step.total_seconds))
+    side_by_side.add_row(*tables)
+    console.print(side_by_side)
+    if step.causes and job.strategy.pp > 1:
+        console.print("Phases and causes are those of a rank of the busiest stage.", style="dim")
+    if between(step):
+        console.print(f"{between(step)[:1].upper()}{between(step)[1:]}.", highlight=False)
+    for remark in step.remarks:
+        console.print(
+            f"It {remark}." if remark.startswith(("rests", "extrapolates")) else f"But {remark}.", markup=False
+        )
     facts = _table("quantity", "value")
     facts.add_row("tokens per second", count(step.tokens_per_second))
     facts.add_row("model FLOP/s", flops_per_second(step.flops_per_second))
     facts.add_row("utilization (MFU)", percent(step.utilization))
     facts.add_row("sent by a rank per step", memory(step.wire_bytes))
     console.print(facts)
-    console.print(_bytes(job, step.bytes))
+    _print_account(held, console)
+    if held.excess > 0 and not findings:
+        console.print(f"To blame: {blame(held)}.", markup=False, highlight=False)
+    for finding in findings:
+        console.print(str(finding), markup=False, highlight=False)
+
+
+def _shares(what: str, parts: dict[str, float], total: float, last: str = "") -> Table:
+    """Seconds by part, and their share of the step."""
+    table = _table(what, "time", "share")
+    for part, value in parts.items():
+        if value:
+            table.add_row(part, seconds(value), percent(value / total if total else None))
+    if last:
+        table.add_section()
+        table.add_row(last, seconds(total), "")
+    return table
+
+
+def _print_account(held: Account, console: Console) -> None:
+    """The fullest stage's bytes by component, what the device needs beside them, and whether it fits."""
+    full = held.fullest
+    name = f"a rank of {full.name}" if full.name.startswith("stage") else full.name
+    table = _table(f"bytes of {name}", "peak")
+    shown = {name: size for name, size in full.components.items() if size >= SMALLEST * full.total}
+    for name, size in shown.items():
+        table.add_row(name, memory(size))
+    rest = full.total - sum(shown.values())
+    if rest:
+        table.add_row(f"{len(full.components) - len(shown)} smaller ones", memory(rest))
+    table.add_section()
+    table.add_row("allocated", memory(full.total))
+    if held.reserve:
+        table.add_row("lost to fragmentation", memory(held.reserve * full.total))
+    if held.outside:
+        table.add_row("driver and communication", memory(held.outside))
+    table.add_row("the device has", memory(held.device))
+    table.add_section()
+    if held.excess > 0:
+        table.add_row("[red]does not fit[/]", f"[red]{memory(held.excess)} too much[/]")
+    else:
+        table.add_row("fits", f"{memory(-held.excess)} free")
+    console.print(table)
+    if full.moment:
+        console.print(f"The peak comes at: {escape(full.moment)}.", highlight=False)
+
+
+def between(step: Step) -> str:
+    """Where nine in ten measured steps would lie; empty where nothing is known of it."""
+    return (
+        f"nine in ten runs lie between {seconds(step.interval[0])} and {seconds(step.interval[1])}"
+        if step.interval
+        else ""
+    )
+
+
+def blame(held: Account, most: int = 3) -> str:
+    """The largest components of the fullest stage, with their sizes and shares."""
+    full = held.fullest
+    largest = list(full.components.items())[:most]
+    return ", ".join(f"{name} {memory(size)} ({percent(size / full.total)})" for name, size in largest)
 
 
 def _table(*columns: str) -> Table:

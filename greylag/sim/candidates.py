@@ -6,7 +6,8 @@ bring it back. A `Plan` is what all candidates of one evaluation share; a point 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from greylag.spec.error import SpecError
-from greylag.spec.holdings import stage_sizes
+from greylag.spec.holdings import chunks, stage_sizes
 from greylag.spec.job import Job
 from greylag.spec.model import Model
 from greylag.spec.schedule import CHUNKS
@@ -27,14 +28,16 @@ Bools = npt.NDArray[np.bool_]
 POINT = ("tp", "cp", "ep", "etp", "micro_batch", "zero", "dp")
 """Axes that differ between the candidates of one evaluation, in the order of their columns."""
 PLANNED = ("pp", "vp", "schedule", "recompute", "recompute_modules", "stage_layers")
-ALLOW = ("tp-across-nodes", "gpipe", "uneven")
+ALLOW = ("tp-across-nodes", "gpipe", "uneven", "few-micro-batches")
 """What a search leaves out unless asked: tensor parallelism beyond the node link, a schedule that 1F1B beats in memory
-at the same time, and pipelines whose fullest rank has far more layers than the average (`UNEVEN`)."""
+at the same time, pipelines whose fullest rank has far more layers than the average (`UNEVEN`), and pipelines with fewer
+micro-batches than ranks, which stand half idle."""
 UNEVEN = 1.3
 SHORTEST = 1024
 """Tokens of a sequence that context parallelism leaves a rank; a search cuts no further."""
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS_OF_INTERLEAVED = (2, 3, 4, 5, 6, 8)
+"""Of these a search takes those whose stages can be even, the ends one layer lighter or not; if none can be, all."""
 
 
 class Plan(NamedTuple):
@@ -70,10 +73,20 @@ class Space:
     stage_layers: tuple[tuple[int, ...], ...] | None
     recompute: tuple[Recompute, ...]
     uneven: float
+    few: bool
+    """Whether pipelines may have fewer micro-batches than ranks."""
 
 
-def space_of(job: Job, pins: Mapping[str, tuple[Any, ...]], allow: frozenset[str] = frozenset()) -> Space:
-    """The space of a job: every axis that `pins` do not hold. Greylag's own layers keep the job's tp, cp and pp."""
+def space_of(job: Job, pins: Mapping[str, tuple[Any, ...]], allow: Sequence[str] = ()) -> Space:
+    """The space of a job: every axis that `pins` do not hold. Greylag's own layers keep the job's tp, cp and pp.
+
+    Raises SpecError for an unknown word in `allow`, and for experts' axes of a model without experts.
+    """
+    for word in allow:
+        if word not in ALLOW:
+            raise SpecError(f"--allow {word}: unknown; use {', '.join(ALLOW)}")
+    if not job.model.moe and {"ep", "etp"} & set(pins):
+        raise SpecError(f"--fix: model '{job.model.name}' has no experts; leave ep and etp out")
     model, devices = job.model, job.cluster.num_devices
     every = _divisors(devices)
     within = every if "tp-across-nodes" in allow else [n for n in every if n <= job.cluster.linked]
@@ -91,30 +104,30 @@ def space_of(job: Job, pins: Mapping[str, tuple[Any, ...]], allow: frozenset[str
         "dp": None,
         "schedule": [n for n in get_args(Schedule) if n != "gpipe" or n in allow],
         "stage_layers": None,
-        "recompute": _recomputes(job),
+        "recompute": recomputes(job),
     }
-    for name, values in pins.items():
-        if name == "recompute":
-            axes[name] = [r for r in _recomputes(job) if r.kind in values]
-        elif name == "recompute_modules":
-            axes["recompute"] = [Recompute("selective" if m else "none", tuple(m)) for m in values]
-        else:
-            axes[name] = values
-    return Space(**{k: v if v is None else tuple(v) for k, v in axes.items()},
-                 uneven=np.inf if "uneven" in allow else UNEVEN)  # fmt: skip
+    axes.update(pins)
+    if "recompute" in pins:
+        axes["recompute"] = [way for way in recomputes(job) if way.kind in pins["recompute"]]
+    if "recompute_modules" in axes:
+        axes["recompute"] = [Recompute("selective" if m else "none", m) for m in axes.pop("recompute_modules")]
+    values: dict[str, Any] = {axis: v if v is None else tuple(v) for axis, v in axes.items()}
+    return Space(**values, uneven=np.inf if "uneven" in allow else UNEVEN, few="few-micro-batches" in allow)
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _recomputes(job: Job) -> list[Recompute]:
+def recomputes(job: Job) -> list[Recompute]:
     """None, the modules that are dear in memory and cheap in time, those with the feed-forward layer's GEMMs, and full;
     and the job's own choice."""
     s, model = job.strategy, job.model
     if job.software.activations == "autograd":
         return [Recompute("none", ()), Recompute("full", ())]
     light: list[tuple[RecomputeModule, ...]] = [("norm",), ("norm", "activation")]
+    if job.software.attention == "unfused":  # arXiv 2205.05198, section 5
+        light += [("attention",), ("attention", "norm", "activation")]
     if model.mla:  # DeepSeek-V3's choice first (arXiv 2412.19437, section 3.2.3)
         light += [("norm", "mla_up"), ("norm", "activation", "mla_up")]
     heavy: tuple[RecomputeModule, ...] = (*light[-1], "mlp", *(("moe",) if model.moe else ()))  # type: ignore[assignment]
@@ -162,8 +175,10 @@ def points(job: Job, space: Space, pp: int) -> Points:
     columns = np.concatenate([grid, dp[None]])
     if space.dp is not None:
         columns = columns[:, np.isin(dp, space.dp)]
-    every = Points(pp, columns, 0)
-    sound = runs(every.job(job))
+    if not space.few:
+        columns = columns[:, columns[-1] * columns[4] * pp <= job.global_batch]
+    usual = replace(job, strategy=replace(job.strategy, sequence_parallel=True))  # it has no effect where tp is 1
+    sound = runs(Points(pp, columns, 0).job(usual))
     return Points(pp, columns[:, sound], int(np.size(sound) - np.count_nonzero(sound)))
 
 
@@ -174,6 +189,7 @@ def runs(job: Job) -> Bools:
     shards = np.maximum(dp // s.replicas, 1)
     ok: Bools = np.equal(s.world, job.cluster.num_devices) & (dp % s.replicas == 0)
     ok &= np.less_equal(s.zero, 1) | (shards * cp > 1)
+    ok &= s.sequence_parallel | np.greater(tp, 1)
     ok &= model.num_heads % tp == 0
     if not model.mla:
         ok &= np.maximum(model.kv_heads, tp) % np.minimum(model.kv_heads, tp) == 0
@@ -184,6 +200,7 @@ def runs(job: Job) -> Bools:
         return ok
     etp = tp if s.etp is None else s.etp
     ok &= (model.moe.ffn_hidden_size % tp == 0) & (model.moe.ffn_hidden_size % etp == 0)
+    ok &= (model.moe.shared_width or 0) % tp == 0
     ok &= (model.moe.num_experts % s.ep == 0) & (shards * cp * tp % (s.ep * etp) == 0)
     return ok
 
@@ -191,12 +208,10 @@ def runs(job: Job) -> Bools:
 def plans(job: Job, space: Space, pp: int) -> tuple[list[Plan], int]:
     """The plans of a pipeline degree that can run, and how many cannot."""
     if pp == 1:
-        free = (
-            space.stage_layers is None and "1f1b" in space.schedule and (space.vp is None or 1 in space.vp)
-        )  # without stages the defaults alone have an effect
-        return ([Plan("1f1b", 1, ())], 0) if free else ([], 1)
+        plain = "1f1b" in space.schedule and 1 in (space.vp or (1,)) and () in (space.stage_layers or ((),))
+        return ([Plan("1f1b", 1, ())], 0) if plain else ([], 1)  # without stages the defaults alone have an effect
     sound, wrong = [], 0
-    for schedule, vp in _orders(space):
+    for schedule, vp in _orders(job.model, space, pp):
         layouts = _layouts(job, space, pp * vp) if space.stage_layers is None else space.stage_layers
         for layers in layouts:
             strategy = Strategy(pp=pp, vp=vp, schedule=schedule, stage_layers=layers)
@@ -207,10 +222,11 @@ def plans(job: Job, space: Space, pp: int) -> tuple[list[Plan], int]:
     return sound, wrong
 
 
-def _orders(space: Space) -> Iterator[tuple[Schedule, int]]:
+def _orders(model: Model, space: Space, pp: int) -> Iterator[tuple[Schedule, int]]:
     """Schedules with their chunks a rank. A pinned vp that a schedule cannot have is a plan that cannot run."""
+    even = [vp for vp in CHUNKS_OF_INTERLEAVED if any((model.num_layers + n) % (pp * vp) == 0 for n in range(3))]
     for schedule in space.schedule:
-        usual = CHUNKS_OF_INTERLEAVED if schedule == "interleaved" else (CHUNKS[schedule],)
+        usual = (even or CHUNKS_OF_INTERLEAVED) if schedule == "interleaved" else (CHUNKS[schedule],)
         yield from ((schedule, vp) for vp in (usual if space.vp is None else space.vp))
 
 
@@ -218,10 +234,7 @@ def _staged(model: Model, s: Strategy) -> bool:
     """Whether a plan has no fault of the pipeline."""
     if s.num_stages > model.num_layers + (2 if s.stage_layers else 0) or (s.schedule == "dualpipe" and s.pp % 2):
         return False
-    if s.schedule == "interleaved":
-        fits = s.vp > 1
-    else:
-        fits = s.vp == CHUNKS[s.schedule]
+    fits = s.vp > 1 if s.schedule == "interleaved" else s.vp == CHUNKS[s.schedule]
     if not s.stage_layers:
         return fits
     adds_up = sum(s.stage_layers) == model.num_layers and min(s.stage_layers) >= 0
@@ -229,9 +242,9 @@ def _staged(model: Model, s: Strategy) -> bool:
 
 
 def _fullest(model: Model, s: Strategy) -> float:
-    """Layers of the fullest stage, beside the average."""
-    sizes = stage_sizes(model, s)
-    return max(sizes) * len(sizes) / model.num_layers
+    """Layers of the fullest rank, beside the average."""
+    held = [sum(len(chunk.layers) for chunk in chunks(model, s, rank)) for rank in range(s.pp)]
+    return max(held) * s.pp / sum(held)
 
 
 def _layouts(job: Job, space: Space, stages: int) -> list[tuple[int, ...]]:
@@ -260,24 +273,36 @@ def _layouts(job: Job, space: Space, stages: int) -> list[tuple[int, ...]]:
     return found
 
 
-def pinned(texts: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Pins by axis, from `strategy.tp` and a value, or a list of values that it may take. Raises SpecError."""
+def pinned(texts: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """Pins by axis, from "strategy.tp=8", or "tp=[4, 8]" for values to choose from. Raises SpecError."""
     found: dict[str, tuple[Any, ...]] = {}
-    for key, value in texts.items():
-        name = key.removeprefix("strategy.")
+    for text in texts:
+        name, given = text.partition("=")[0].strip().removeprefix("strategy."), text.partition("=")[2]
         if name not in (*POINT, *PLANNED):
-            raise SpecError(f"--fix {key}: no axis of the search; use one of {', '.join((*POINT, *PLANNED))}")
-        lists = name in ("stage_layers", "recompute_modules")
-        many = isinstance(value, list) and (not lists or bool(value and isinstance(value[0], list)))
-        values = value if many else [value]
-        kind = list if lists else str if name in ("schedule", "recompute") else int
-        if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values) or not values:
-            raise SpecError(f"--fix {key}={value!r}: give a value of that axis, or a list of them")
-        if kind is int and min(values) < (name == "zero" and -1 or 0) + 1:
-            raise SpecError(f"--fix {key}={value!r}: must be positive")
-        found[name] = tuple(tuple(v) if lists else v for v in values)
-    for name, known in (("schedule", get_args(Schedule)), ("recompute", ("none", "selective", "full"))):
-        for value in found.get(name, ()):
-            if value not in known:
-                raise SpecError(f"--fix strategy.{name}={value!r}: none of {', '.join(known)}; choose one")
+            raise SpecError(f"--fix {text}: no axis of the search; use {', '.join((*POINT, *PLANNED))}")
+        try:
+            value = tomllib.loads(f"v = {given}")["v"]
+        except ValueError:
+            value = given.strip()
+        found[name] = _values(name, value, text)
     return found
+
+
+def _values(name: str, value: Any, text: str) -> tuple[Any, ...]:
+    """The values of a pin."""
+    is_list = name in ("stage_layers", "recompute_modules")
+    many = isinstance(value, list) and (not is_list or bool(value and isinstance(value[0], list)))
+    values = value if many else [value]
+    words = {"schedule": get_args(Schedule), "recompute": ("none", "selective", "full")}.get(name, ())
+    if is_list:
+        known = get_args(RecomputeModule)
+        sound = (lambda x: type(x) is int) if name == "stage_layers" else (lambda x: x in known)
+        right = all(isinstance(v, list) and all(map(sound, v)) for v in values)
+    elif words:
+        right = all(v in words for v in values)
+    else:
+        right = all(type(v) is int and v >= (name != "zero") and (name != "zero" or v <= 3) for v in values)
+    if not right or not values:
+        kind = f"one of {', '.join(words)}" if words else "a list" if is_list else "a whole number"
+        raise SpecError(f"--fix {text}: must be {kind}, or a list of such; change it")
+    return tuple(tuple(v) if is_list else v for v in values)

@@ -6,6 +6,7 @@ degree of the strategy but pp and vp, the sequence and the global batch may be n
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -15,7 +16,8 @@ from greylag.sim.operators import Operators, Size
 from greylag.sim.span import span
 from greylag.spec.holdings import chunk_weights, chunks, on_rank, stage_sizes, state_shards
 from greylag.spec.job import Job
-from greylag.spec.precision import BYTES
+from greylag.spec.model import Model
+from greylag.spec.precision import BYTES, Precision
 from greylag.spec.work import kinds_of_layers
 
 ADAMW_BYTES = 34.0
@@ -33,8 +35,8 @@ class Estimate:
 
     phases: dict[str, Size]
     causes: dict[str, Size]
-    """Of a rank of the busiest stage: gemm, attention, elementwise, quantize, host, tp, cp, ep, recompute; bubble (all
-    for which that rank waits), dp, optimizer."""
+    """Of a rank of the busiest stage: gemm, attention, elementwise, quantize, host, tp, cp, ep, recompute, pp (sends
+    that nothing hides); bubble (all for which that rank waits), dp, optimizer."""
     stages: dict[Pass, Size]
     """Seconds per micro-batch of each stage, (candidates, stages)."""
     transfer: Size
@@ -46,11 +48,39 @@ class Estimate:
         return sum(self.phases.values())
 
 
-def estimate(job: Job) -> Estimate:
-    """The estimate of a job on a cluster of accelerators. Raises SpecError where a figure of the cluster is missing."""
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of each kind of layer by the number of its first, of the embedding and of the head.
+
+    They are alike for all schedules, virtual stages and layouts of a pipeline of the same degree.
+    """
+
+    layers: dict[int, LayerTime]
+    embedding: LayerTime
+    head: LayerTime
+
+    @cached_property
+    def totals(self) -> dict[int, dict[Pass, Size]]:
+        """Seconds by pass, by the id of what takes them."""
+        return {id(t): {p: t.seconds(p) for p in PASSES} for t in (*self.layers.values(), self.embedding, self.head)}
+
+
+def layer_times(job: Job) -> LayerTimes:
+    """What the layers of a job take. Raises SpecError where a figure of the cluster is missing."""
+    operators, links = Operators(job.cluster, job.software), Links(job.cluster)
+    kinds = dict.fromkeys(_kinds(job.model, job.precision))
+    layers = {kind: layer_time(job, kind, operators, links) for kind in kinds}
+    return LayerTimes(layers, embedding_time(job, operators, links), head_time(job, operators, links))
+
+
+def estimate(job: Job, layers: LayerTimes | None = None) -> Estimate:
+    """The estimate of a job on a cluster of accelerators. `layers` spares counting what `layer_times` gives.
+
+    Raises SpecError where a figure of the cluster is missing.
+    """
     operators, links = Operators(job.cluster, job.software), Links(job.cluster)
     s, m = job.strategy, job.num_micro_batches
-    stages, times = _stages(job, operators, links)
+    stages, times = _stages(job, layers or layer_times(job))
     transfer = _transfer(job, links)
     if s.pp > 1 and "pp" not in s.overlap:
         # Without overlap a stage stands still while it sends: once forward, once backward.
@@ -58,15 +88,17 @@ def estimate(job: Job) -> Estimate:
     waiting = transfer * (job.software.exposed if "pp" in s.overlap else 1.0)
     forward, dgrad, wgrad = (stages[p] for p in PASSES)
     length = span(s.schedule, s.pp, s.vp, m, forward, dgrad, wgrad, waiting)
-    busiest, busy = _busiest(job, stages)
-    forward = m * sum(stages["forward"][:, n] for n in busiest)
+    busiest, forward, busy = _busiest(job, stages)
+    forward = m * forward
     backward = m * busy - forward
     phases = {"forward": forward, "backward": backward, "optimizer": _optimizer(job, operators, links)}
     dp = _data_parallel(job, links, forward, backward)
     phases["reduce"] = dp
     phases["other"] = np.maximum(0.0, length - m * busy)
-    causes = {name: m * seconds for name, seconds in _causes(job, times, busiest).items()}
-    causes |= {"pp and bubble": phases["other"], "dp": dp, "optimizer": phases["optimizer"]}
+    causes = {name: _share(job) * m * seconds for name, seconds in _causes(job, times, busiest).items()}
+    if s.pp > 1 and "pp" not in s.overlap:
+        causes["pp"] = _share(job) * m * 2 * len(busiest) * transfer
+    causes |= {"bubble": phases["other"], "dp": dp, "optimizer": phases["optimizer"]}
     return Estimate(phases, causes, stages, transfer)
 
 
@@ -77,15 +109,18 @@ def _rest(stages: dict[Pass, Size], transfer: Size) -> dict[Pass, Size]:
     }
 
 
+@lru_cache(maxsize=64)
+def _kinds(model: Model, precision: Precision) -> tuple[int, ...]:
+    return tuple(kinds_of_layers(model, precision))
+
+
 StageTimes = list[list[tuple[int, LayerTime]]]
 """By stage: how many of each kind of layer, and their times."""
 
 
-def _stages(job: Job, operators: Operators, links: Links) -> tuple[dict[Pass, Size], StageTimes]:
+def _stages(job: Job, known: LayerTimes) -> tuple[dict[Pass, Size], StageTimes]:
     """Seconds of each stage by pass, (candidates, stages), recompute as input gradient; and what they are made of."""
-    kinds = kinds_of_layers(job.model, job.precision)
-    alike = {kind: layer_time(job, kind, operators, links) for kind in dict.fromkeys(kinds)}
-    ends = embedding_time(job, operators, links), head_time(job, operators, links)
+    kinds, alike, ends = _kinds(job.model, job.precision), known.layers, (known.embedding, known.head)
     sizes, first, times = stage_sizes(job.model, job.strategy), 0, []
     for number, size in enumerate(sizes):
         mine = kinds[first : first + size]
@@ -95,13 +130,22 @@ def _stages(job: Job, operators: Operators, links: Links) -> tuple[dict[Pass, Si
         if number == len(sizes) - 1 and job.model.num_mtp_layers:
             stage += [(job.model.num_mtp_layers, alike[kinds[-1]]), (job.model.num_mtp_layers, ends[1])]
         times.append(stage)
-    seconds = {
-        p: np.stack([np.atleast_1d(sum(n * t.seconds(p) for n, t in stage)) for stage in _even(times)], axis=-1)
-        for p in PASSES
+    return _seconds(job, _even(times), known.totals), times
+
+
+def _seconds(job: Job, times: StageTimes, each: dict[int, dict[Pass, Size]]) -> dict[Pass, Size]:
+    """Seconds of each stage by pass, (candidates, stages); stages of the same layers are counted once."""
+    keys = [tuple((n, id(t)) for n, t in stage) for stage in times]
+    distinct = dict(zip(keys, times, strict=True))
+    place = {key: number for number, key in enumerate(distinct)}
+    seconds: dict[Pass, list[Size]] = {
+        p: [sum(n * each[id(t)][p] for n, t in stage) for stage in distinct.values()] for p in PASSES
     }
-    again = [np.atleast_1d(_again(job, stage)) for stage in times]
-    seconds["input_gradient"] = seconds["input_gradient"] + np.stack(np.broadcast_arrays(*again), axis=-1)
-    return {p: np.atleast_2d(v) for p, v in seconds.items()}, times
+    seconds["input_gradient"] = [
+        x + _again(job, stage) for x, stage in zip(seconds["input_gradient"], distinct.values(), strict=True)
+    ]
+    columns = np.array([place[key] for key in keys])
+    return {p: np.stack(np.broadcast_arrays(*map(np.atleast_1d, v)), axis=-1)[:, columns] for p, v in seconds.items()}
 
 
 def _even(times: StageTimes) -> StageTimes:
@@ -120,15 +164,20 @@ def _again(job: Job, stage: list[tuple[int, LayerTime]]) -> Size:
     return share * sum(n * (t.seconds("forward") if s.recompute == "full" else t.again) for n, t in layers)
 
 
-def _busiest(job: Job, stages: dict[Pass, Size]) -> tuple[list[int], Size]:
-    """The stages of the rank that computes longest for the first candidate, and its seconds per micro-batch."""
+def _busiest(job: Job, stages: dict[Pass, Size]) -> tuple[list[int], Size, Size]:
+    """The stages of the rank that computes longest for the first candidate; of each candidate's own busiest rank the
+    seconds of forward, and of the whole, per micro-batch."""
     s = job.strategy
-    whole = sum(stages[p] for p in PASSES)
-    ranks = [_stages_of(job, rank) for rank in range(s.pp)]
-    sums = [sum(whole[:, n] for n in mine) for mine in ranks]
-    most = int(np.argmax([np.max(x) for x in sums]))
-    half = 0.5 if s.pp > 1 and s.schedule == "dualpipe" else 1.0  # each direction brings half of the micro-batches
-    return ranks[most], half * np.maximum.reduce(sums)
+    mine = np.array([_stages_of(job, rank) for rank in range(s.pp)])
+    whole = sum(stages[p] for p in PASSES)[:, mine].sum(axis=2)
+    most = whole.argmax(axis=1)
+    forward = stages["forward"][np.arange(len(most))[:, None], mine[most]].sum(axis=1)
+    return mine[most[0]].tolist(), _share(job) * forward, _share(job) * whole.max(axis=1)
+
+
+def _share(job: Job) -> float:
+    """Of the micro-batches, those that a stage sees: of DualPipe's two directions each brings half."""
+    return 0.5 if job.strategy.pp > 1 and job.strategy.schedule == "dualpipe" else 1.0
 
 
 def _stages_of(job: Job, rank: int) -> list[int]:
@@ -187,7 +236,9 @@ def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> Siz
 def shard_traffic(job: Job) -> Iterator[tuple[Size, Size, Size, Size]]:
     """(bytes of parameters, bytes of gradients, ranks, stride) of what the first stage's ranks hold alike.
 
-    Of all but experts, and of experts. ZeRO-0 reduces gradients everywhere, which sends as much as both.
+    Of all but experts, and of experts. ZeRO-0 reduces gradients everywhere, which sends as much as both. At ZeRO-3
+    parameters travel in the high precision, whatever the recipe: FP8 gathers (`Precision.parameter_gather`) of
+    frameworks that have them are not counted; below it they travel as they are held.
     """
     s = job.strategy
     counts = on_rank(chunk_weights(job.model, chunks(job.model, s, 0)), s)
@@ -203,6 +254,6 @@ def _optimizer(job: Job, operators: Operators, links: Links) -> Size:
     """Seconds of clipping and the update of a rank's shard."""
     s = job.strategy
     counts = on_rank(chunk_weights(job.model, chunks(job.model, s, 0)), s)
-    shards = (n if np.any(s.zero) else 1 for n in state_shards(s))
+    shards = (np.where(np.greater(s.zero, 0), n, 1) for n in state_shards(s))
     mine = sum(count / n for count, n in zip(counts, shards, strict=True))
     return operators.move(mine * ADAMW_BYTES, 10) + 2 * links.reduce(4.0, s.world)

@@ -1,8 +1,9 @@
 """Layer: seconds of one layer on one rank for one micro-batch, by what they are spent on.
 
 GEMMs take their shapes from `spec.work` and their dtypes from the job's recipes. Elementwise kernels are counted by the
-bytes that fused layers read and write. Communication inside a layer is what its axes cost, less what hides behind the
-GEMMs beside it. Where a framework launches kernels slower than the device runs them, the host sets the pace.
+bytes that fused layers read and write, those of an unfused attention over its scores. Communication inside a layer is
+what its axes cost, less what hides behind the GEMMs beside it. Where a framework launches kernels slower than the
+device runs them, the host sets the pace.
 Degrees, sequence and batch may be numpy arrays.
 """
 
@@ -89,11 +90,7 @@ def layer_time(job: Job, layer: int, operators: Operators, links: Links) -> Laye
         if recipe:
             for when, operand, elements in _quantized(gemm, recipe, job.num_micro_batches):
                 time.add(when, "quantize", _quantize(operators, operand, elements), gemm.times)
-    window = model.window if model.has_window(layer) else None
-    flops = attention_flops(model, job.sequence, tokens, s.tp, window=window)
-    core = operators.attention(flops)
-    time.add("forward", "attention", core, 1)
-    time.add("input_gradient", "attention", operators.attention(flops, backward=True), 2)
+    core = _attention(time, job, layer, tokens, operators)
     again = core if "attention" in s.recompute_modules else 0.0
     for kernel in layer_kernels(job, layer, tokens):
         forward = operators.move(kernel.forward, kernel.kernels)
@@ -103,6 +100,41 @@ def layer_time(job: Job, layer: int, operators: Operators, links: Links) -> Laye
     time.again = again + _repeated_gemms(job, operators, gemms, dtypes, layer)
     _communication(time, job, layer, tokens, links)
     return time.paced(operators.software.launch)
+
+
+def _attention(time: LayerTime, job: Job, layer: int, tokens: Size, operators: Operators) -> Size:
+    """The attention core; seconds of its forward."""
+    if job.software.attention == "unfused":
+        return _unfused(time, job, tokens, operators)
+    model, tp = job.model, job.strategy.tp
+    window = model.window if model.has_window(layer) else None
+    flops = attention_flops(model, job.sequence, tokens, tp, window=window)
+    core = operators.attention(flops)
+    time.add("forward", "attention", core, 1)
+    time.add("input_gradient", "attention", operators.attention(flops, backward=True), 2)
+    return core
+
+
+def _unfused(time: LayerTime, job: Job, tokens: Size, operators: Operators) -> Size:
+    """Attention by GEMMs over every pair of tokens, masked ones too, and passes over the scores between them.
+
+    Heads lie side by side as rows of one GEMM. Scores are in the high precision (arXiv 2205.05198, section 4.1): the
+    softmax, scale and mask with it, reads and writes them, dropout does so with a mask of a byte; backward reads the
+    gradient and the mask, then the gradient and the probabilities.
+    """
+    model, b, dropout = job.model, BYTES[job.precision.high], job.software.dropout
+    rows, sequence = tokens * np.maximum(1, model.num_heads // job.strategy.tp), job.sequence
+    K, V = model.qk_head_dim, model.v_head_dim
+    forward = [(rows, sequence, K, 1), (rows, V, sequence, 1)]
+    backward = [(rows, sequence, V, 1), (rows, V, sequence, 1), (rows, K, sequence, 1), (rows, K, sequence, 1)]
+    m, n, k, times = _columns(forward + backward)
+    seconds = operators.gemms(m, n, k, [job.precision.high] * 6, times, [b] * 6)
+    scores, passes = rows * sequence, 1 + dropout
+    first = seconds[:2].sum(axis=0) + operators.move(scores * (2 * b + dropout * (2 * b + 1)), passes)
+    time.add("forward", "attention", first, 2 + passes)
+    then = seconds[2:].sum(axis=0) + operators.move(scores * (3 * b + dropout * (2 * b + 1)), passes)
+    time.add("input_gradient", "attention", then, 4 + passes)
+    return first
 
 
 def _gemms(time: LayerTime, operators: Operators, gemms: list[Gemm], dtypes: list[tuple[str, ...]]) -> None:
@@ -159,12 +191,14 @@ def _quantize(operators: Operators, operand: Operand, elements: Size) -> Size:
 def layer_kernels(job: Job, layer: int, tokens: Size) -> Iterator[Kernel]:
     """The elementwise kernels of one layer with fused norms, rotary embedding and activation, in BF16.
 
-    Norms and residuals are cut along the sequence where tp is (arXiv 2205.05198).
+    Sequence parallelism cuts norms and residuals (arXiv 2205.05198). Dropout is fused into the residual's sum, with a
+    mask of a byte that backward applies in a pass of its own.
     """
     model, s, b = job.model, job.strategy, BYTES[job.precision.high]
-    rows = tokens * model.hidden_size * b / s.tp
+    rows = tokens * model.hidden_size * b / s.sequence_cut
+    mask = rows / b if job.software.dropout else 0.0
     yield Kernel("norm", 2 * 2 * rows, 2 * 3 * rows, 2)
-    yield Kernel("residual", 2 * 3 * rows, 2 * 1 * rows, 2)
+    yield Kernel("residual", 2 * (3 * rows + mask), 2 * (rows + (2 * b + 1) * mask), 2)
     heads = tokens * b * np.maximum(1, model.num_heads // s.tp)
     groups = tokens * b * np.maximum(1, model.kv_heads // s.tp)
     if model.mla:
@@ -182,13 +216,13 @@ def layer_kernels(job: Job, layer: int, tokens: Size) -> Iterator[Kernel]:
     if moe is None:
         yield _activation(job, tokens * model.ffn_hidden_size / s.tp)
         return
-    own, rows = tokens / s.tp, tokens * moe.top_k * model.hidden_size * b / s.tp
+    own, rows = tokens / s.sequence_cut, tokens * moe.top_k * model.hidden_size * b / s.tp
     yield Kernel("router", own * moe.num_experts * 4 * 6, own * moe.num_experts * 4 * 6, 12)
     yield Kernel("moe", 2 * 2 * rows, 2 * 2 * rows, 10)  # to experts and back
     yield _activation(job, tokens * moe.top_k * moe.ffn_hidden_size / s.tp)
     if moe.num_shared_experts:
         yield _activation(job, tokens * moe.shared_ffn_hidden_size / s.tp)
-        yield Kernel("residual", 3 * tokens * model.hidden_size * b / s.tp, 0.0)
+        yield Kernel("residual", 3 * own * model.hidden_size * b, 0.0)
 
 
 def _activation(job: Job, elements: Size) -> Kernel:
@@ -204,18 +238,13 @@ def _communication(time: LayerTime, job: Job, layer: int, tokens: Size, links: L
     exposed = job.software.exposed
     is_moe = model.is_moe_layer(layer)
     if np.any(s.tp > 1):
-        around = 1 if is_moe and not (model.moe and model.moe.num_shared_experts) else 2
-        once = links.gather(tokens * model.hidden_size * b, s.tp)
-        hidden = exposed if "tp" in s.overlap else 1.0
-        time.add("forward", "tp", 2 * around * once * hidden, 2 * around)
-        # Backward gathers the gradient of what was scattered; two more gathers and scatters run beside GEMMs.
-        time.add("input_gradient", "tp", around * once * hidden + 2 * around * once * exposed, 3 * around)
+        _tensor(time, job, is_moe, tokens, links)
     if np.any(s.cp > 1):
         width = (model.num_heads if model.mla else model.kv_heads) * (model.qk_head_dim + model.v_head_dim)
         ring = links.gather(tokens * s.cp * width / s.tp * b, s.cp, s.tp)
-        time.add("forward", "cp", np.maximum(exposed * ring, ring - time.spent["forward"]["attention"]), 2)
+        time.add("forward", "cp", np.maximum(exposed * ring, ring - time.spent["forward"]["attention"]), 2 * (s.cp > 1))
         behind = time.spent["input_gradient"]["attention"]
-        time.add("input_gradient", "cp", np.maximum(exposed * 2 * ring, 2 * ring - behind), 4)
+        time.add("input_gradient", "cp", np.maximum(exposed * 2 * ring, 2 * ring - behind), 4 * (s.cp > 1))
     if is_moe and np.any(s.ep > 1):
         assert model.moe
         choices = tokens * model.moe.top_k * s.expert_tp / s.tp
@@ -224,8 +253,30 @@ def _communication(time: LayerTime, job: Job, layer: int, tokens: Size, links: L
         by_node = job.software.dispatch == "nodes"
         copies = copies_to_nodes(model.moe, links.nodes(s.ep, s.expert_tp)) if by_node else 1.0
         there, back = (links.all_to_all(choices * width, s.ep, s.expert_tp, copies) for width in (low, high))
-        time.add("forward", "ep", (there + back) * hidden, 4)
-        time.add("input_gradient", "ep", (there + back) * hidden, 4)
+        time.add("forward", "ep", (there + back) * hidden, 4 * (s.ep > 1))
+        time.add("input_gradient", "ep", (there + back) * hidden, 4 * (s.ep > 1))
+
+
+def _tensor(time: LayerTime, job: Job, is_moe: bool, tokens: Size, links: Links) -> None:
+    """What tp costs in one layer: around attention, and around the feed-forward layer where all ranks share its GEMMs.
+
+    With sequence parallelism a gather before and a scatter behind (arXiv 2205.05198, section 4.2.2), without it an
+    all-reduce behind, and of the input's gradient in backward, beside the GEMM of the weight gradient (arXiv
+    1909.08053, section 3; Megatron-Core, tensor_parallel/layers.py).
+    """
+    s, model, exposed = job.strategy, job.model, job.software.exposed
+    around = (1 if is_moe and not (model.moe and model.moe.num_shared_experts) else 2) * (s.tp > 1)
+    size = tokens * model.hidden_size * BYTES[job.precision.high]
+    hidden = exposed if "tp" in s.overlap else 1.0
+    if not s.sequence_parallel:
+        once = links.reduce(size, s.tp)
+        time.add("forward", "tp", around * once * hidden, around)
+        time.add("input_gradient", "tp", around * once * exposed, around)
+        return
+    once = links.gather(size, s.tp)
+    time.add("forward", "tp", 2 * around * once * hidden, 2 * around)
+    # Backward gathers the gradient of what was scattered; two more gathers and scatters run beside GEMMs.
+    time.add("input_gradient", "tp", around * once * (hidden + 2 * exposed), 3 * around)
 
 
 def head_time(job: Job, operators: Operators, links: Links) -> LayerTime:
@@ -237,19 +288,24 @@ def head_time(job: Job, operators: Operators, links: Links) -> LayerTime:
     time.add("forward", "elementwise", operators.move(logits * 4 * 3, 4), 4)
     time.add("input_gradient", "elementwise", operators.move(logits * 4 * 2, 2), 2)
     if np.any(s.tp > 1):
-        once = links.gather(tokens * model.hidden_size * BYTES[job.precision.high], s.tp)
-        time.add("forward", "tp", once, 1)
-        time.add("input_gradient", "tp", once, 1)
+        size = tokens * model.hidden_size * BYTES[job.precision.high]
+        if s.sequence_parallel:
+            time.add("forward", "tp", links.gather(size, s.tp), 1 * (s.tp > 1))
+            time.add("input_gradient", "tp", links.gather(size, s.tp), 1 * (s.tp > 1))
+        else:
+            time.add("input_gradient", "tp", links.reduce(size, s.tp) * job.software.exposed, 1 * (s.tp > 1))
     return time.paced(operators.software.launch)
 
 
 def embedding_time(job: Job, operators: Operators, links: Links) -> LayerTime:
-    """Looking tokens up, and adding their gradients to the table."""
+    """Looking tokens up, each rank in its part of the table, and adding their gradients to it."""
     time, s, tokens = LayerTime(), job.strategy, tokens_of(job)
     size = tokens * job.model.hidden_size * BYTES[job.precision.high]
-    time.add("forward", "elementwise", operators.move(2 * size / s.tp, 2), 2)
-    time.add("weight_gradient", "elementwise", operators.move(3 * size / s.tp, 2), 2)
-    if np.any(s.tp > 1):
-        time.add("forward", "tp", links.gather(size, s.tp), 1)
-        time.add("weight_gradient", "tp", links.gather(size, s.tp), 1)
+    time.add("forward", "elementwise", operators.move(2 * size / s.sequence_cut, 2), 2)
+    time.add("weight_gradient", "elementwise", operators.move(3 * size / s.sequence_cut, 2), 2)
+    if np.any(s.tp > 1) and not s.sequence_parallel:
+        time.add("forward", "tp", links.reduce(size, s.tp), 1 * (s.tp > 1))
+    elif np.any(s.tp > 1):
+        time.add("forward", "tp", links.gather(size, s.tp), 1 * (s.tp > 1))
+        time.add("weight_gradient", "tp", links.gather(size, s.tp), 1 * (s.tp > 1))
     return time

@@ -6,17 +6,21 @@ degree of the strategy but pp and vp, the sequence and the global batch may be n
 Greylag's own layers, whose account is tested against the trainer, are `memory_autograd`'s.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from greylag.sim.memory_autograd import autograd_memory
-from greylag.sim.memory_fused import Layers, Stage, fused_stage
+from greylag.sim.memory_fused import Layers, Stage, count_kinds, fused_stage
 from greylag.spec.cluster import Device
 from greylag.spec.holdings import Number, chunks
 from greylag.spec.job import Job
-from greylag.spec.kept_fused import Fusion
+from greylag.spec.kept_fused import layer_kinds
+from greylag.spec.model import Model
+from greylag.spec.precision import Precision
 from greylag.spec.step import POOLS
+from greylag.spec.strategy import Strategy
 
 FRAGMENTATION = 0.045
 """Bytes reserved beyond those allocated, as a share. Fitted: the middle of the stages of SimuMax's B200 runs, which
@@ -82,29 +86,38 @@ def breakdown(stage: Stage) -> list[tuple[str, float]]:
     return sorted(((name, size) for name, size in sizes if size), key=lambda item: -item[1])
 
 
-def memory(job: Job, fusion: Fusion | None = None) -> Memory:
-    """The account of every stage of a job whose layers are fused.
-
-    `fusion` says what of a layer is fused; None takes what is usual for the software (`Fusion.of`).
-    """
-    layers = Layers.of(job, fusion or Fusion.of(job.software))
+def memory(job: Job) -> Memory:
+    """The account of every stage of a job whose layers are fused, as far as its software says."""
+    layers = Layers.of(job)
     return Memory(tuple(fused_stage(layers, rank) for rank in range(job.strategy.pp)))
 
 
-def fullest(job: Job, fusion: Fusion | None = None) -> Memory:
+def fullest(job: Job, layers: Layers | None = None) -> Memory:
     """As `memory`, but only of stages that can be the fullest. This is what a search asks for.
 
-    Of stages with the same layers the earliest stands for all: no later one has more in flight.
+    Of stages with the same layers the earliest stands for all: no later one has more in flight. `layers` spares
+    counting what `Layers.of` gives for the same job in another schedule, layout or kind of recompute.
     """
-    layers = Layers.of(job, fusion or Fusion.of(job.software))
-    number = {kind: n for n, kind in enumerate(layers.terms)}
+    s = job.strategy
+    layers = replace(layers, job=job) if layers else Layers.of(job)
+    plan = Strategy(pp=s.pp, vp=s.vp, schedule=s.schedule, stage_layers=s.stage_layers)
+    return Memory(tuple(fused_stage(layers, rank) for rank in _distinct(job.model, job.precision, plan)))
+
+
+@lru_cache(maxsize=4096)
+def _distinct(model: Model, precision: Precision, plan: Strategy) -> tuple[int, ...]:
+    """The first of the ranks with the same kinds of layers."""
+    kinds = layer_kinds(model, precision)
+    number = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
     alike: dict[object, int] = {}
-    for rank in range(job.strategy.pp):
-        held = chunks(job.model, job.strategy, rank)
-        counts = [sorted((number[kind], count) for kind, count in layers.count(c).items()) for c in held]
+    for rank in range(plan.pp):
+        held = chunks(model, plan, rank)
+        counts = [
+            sorted((number[kind], count) for kind, count in count_kinds(model, precision, c).items()) for c in held
+        ]
         key = tuple((tuple(n), c.has_embedding, c.has_head) for n, c in zip(counts, held, strict=True))
         alike.setdefault(key, rank)
-    return Memory(tuple(fused_stage(layers, rank) for rank in alike.values()))
+    return tuple(alike.values())
 
 
 def predict_memory(job: Job) -> dict[str, float]:

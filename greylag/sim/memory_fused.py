@@ -5,6 +5,7 @@ forward or backward, or the optimizer makes for a while (`transients`). Megatron
 Python numbers or numpy arrays.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ import numpy as np
 from greylag.sim.inflight import in_flight
 from greylag.sim.memory_rest import resting
 from greylag.sim.transients import backward_moments, forward_moment, head_moments
-from greylag.spec.holdings import Chunk, Number, chunk_weights, chunks, layer_weights, on_rank, state_shards
+from greylag.spec.holdings import Chunk, Number, Weights, chunk_weights, chunks, layer_weights, on_rank, state_shards
 from greylag.spec.job import Job
-from greylag.spec.kept_fused import Fusion, Layer, Term, kept, layer_kinds, probabilities, waiting_bytes
-from greylag.spec.precision import BYTES
+from greylag.spec.kept_fused import Layer, Term, kept, layer_kinds, probabilities, waiting_bytes
+from greylag.spec.model import Model
+from greylag.spec.precision import BYTES, Precision
+from greylag.spec.software import Software
 
 
 @dataclass(frozen=True)
@@ -60,35 +63,41 @@ class Layers:
     """What all stages of a job ask for: each layer's kind, and what each kind keeps of one micro-batch."""
 
     job: Job
-    fusion: Fusion
     tokens: Number
     """Of a rank's micro-batch, before sequence parallelism."""
     kinds: tuple[Layer, ...]
     terms: dict[Layer, list[Term]]
 
     @classmethod
-    def of(cls, job: Job, fusion: Fusion) -> "Layers":
+    def of(cls, job: Job, _: Software | None = None) -> "Layers":
         """The layers of a job."""
-        s, b = job.strategy, BYTES[job.precision.high]
+        s, soft, b = job.strategy, job.software, BYTES[job.precision.high]
         tokens, kinds = s.micro_batch * job.sequence / s.cp, layer_kinds(job.model, job.precision)
-        terms = {kind: kept(job.model, job.precision, kind, tokens, s, fusion) for kind in dict.fromkeys(kinds)}
-        if fusion.attention == "unfused":
-            extra = probabilities(job.model, tokens, job.sequence, s, fusion, b)
+        terms = {kind: kept(job.model, job.precision, kind, tokens, s, soft) for kind in dict.fromkeys(kinds)}
+        if soft.attention == "unfused":
+            extra = probabilities(job.model, tokens, job.sequence, s, soft, b)
             terms = {kind: [*each, extra] for kind, each in terms.items()}
-        return cls(job, fusion, tokens, kinds, terms)
+        return cls(job, tokens, kinds, terms)
 
-    def count(self, chunk: Chunk) -> Counter[Layer]:
-        """How many layers of a chunk are of each kind; a prediction module's layer is like the last."""
-        counts = Counter(self.kinds[layer] for layer in chunk.layers)
-        if chunk.has_head and self.job.model.num_mtp_layers:
-            counts[self.kinds[-1]] += self.job.model.num_mtp_layers
-        return counts
+    def count(self, chunk: Chunk) -> Mapping[Layer, int]:
+        """How many layers of a chunk are of each kind."""
+        return count_kinds(self.job.model, self.job.precision, chunk)
+
+
+@functools.lru_cache(maxsize=4096)
+def count_kinds(model: Model, precision: Precision, chunk: Chunk) -> Mapping[Layer, int]:
+    """How many layers of a chunk are of each kind; a prediction module's layer is like the last."""
+    kinds = layer_kinds(model, precision)
+    counts = Counter(kinds[layer] for layer in chunk.layers)
+    if chunk.has_head and model.num_mtp_layers:
+        counts[kinds[-1]] += model.num_mtp_layers
+    return counts
 
 
 def fused_stage(layers: Layers, rank: int) -> Stage:
     """The account of the ranks at place `rank` of the pipeline."""
     held = chunks(layers.job.model, layers.job.strategy, rank)
-    return Stage(resting(layers.job, held, layers.fusion), _moments(layers, rank, held))
+    return Stage(resting(layers.job, held), _moments(layers, rank, held))
 
 
 def _moments(layers: Layers, rank: int, held: tuple[Chunk, ...]) -> dict[str, dict[str, Number]]:
@@ -96,18 +105,18 @@ def _moments(layers: Layers, rank: int, held: tuple[Chunk, ...]) -> dict[str, di
     job, s, tokens = layers.job, layers.job.strategy, layers.tokens
     beside = _activations(layers, rank, held) | _gathered(job, held) | _waiting(job, rank, held, tokens)
     if s.pp > 1:  # the gradient handed on by the last backward still lies there
-        beside["pipeline messages"] = tokens / s.tp * job.model.hidden_size * BYTES[job.precision.high]
+        beside["pipeline messages"] = tokens / s.sequence_cut * job.model.hidden_size * BYTES[job.precision.high]
     moments: dict[str, dict[str, Number]] = {"optimizer": _optimizer(job, held)}
     for kind in dict.fromkeys(kind for chunk in held for kind in layers.count(chunk)):
         terms = layers.terms[kind]
         again = {"computed again": sum(t.bytes * (1 - _share(job, t, 1)) for t in terms)}
         name = "expert layer" if kind.is_moe else "layer"
-        for when, sizes in backward_moments(job, kind, terms, tokens, layers.fusion).items():
+        for when, sizes in backward_moments(job, kind, terms, tokens).items():
             moments[f"backward of {name}: {when}"] = beside | again | sizes
         if kind.is_moe:
-            moments[f"forward of {name}"] = beside | forward_moment(job, tokens, layers.fusion)
+            moments[f"forward of {name}"] = beside | forward_moment(job, tokens)
     if any(chunk.has_head for chunk in held):
-        for when, sizes in head_moments(job, tokens, layers.fusion).items():
+        for when, sizes in head_moments(job, tokens).items():
             moments[when] = beside | sizes
     return moments
 
@@ -152,14 +161,22 @@ def _waiting(job: Job, rank: int, held: tuple[Chunk, ...], tokens: Number) -> di
     if not times:
         return {}
     b, flying = BYTES[job.precision.high], in_flight(s, rank, job.num_micro_batches)[0]
-    each = sum(waiting_bytes(job.model, layer, tokens, s, b) for chunk in held for layer in chunk.layers)
+    alike = Counter(job.model.is_moe_layer(layer) for chunk in held for layer in chunk.layers)
+    kinds = {job.model.is_moe_layer(layer): layer for chunk in held for layer in chunk.layers}
+    each = sum(alike[kind] * waiting_bytes(job.model, layer, tokens, s, b) for kind, layer in kinds.items())
     return {"weight gradients put off": np.clip(job.num_micro_batches - flying, 0, times) * each}
+
+
+@functools.lru_cache(maxsize=4096)
+def _weights_of_layers(model: Model, held: tuple[Chunk, ...]) -> tuple[Weights, ...]:
+    """The different weights of the layers of one rank."""
+    weights = layer_weights(model)
+    return tuple({weights[n]: None for chunk in held for n in chunk.layers})
 
 
 def _largest(job: Job, held: tuple[Chunk, ...]) -> Number:
     """Elements of the rank's largest layer, whole over dp."""
-    weights = layer_weights(job.model)
-    sizes = [sum(on_rank(w, job.strategy)) for w in {weights[n] for chunk in held for n in chunk.layers}]
+    sizes = [sum(on_rank(w, job.strategy)) for w in _weights_of_layers(job.model, held)]
     return np.maximum.reduce(np.broadcast_arrays(*sizes)) if sizes else 0.0
 
 

@@ -4,11 +4,14 @@ the FP8 copies of weights, the dummies that stand for weight gradients and the w
 Layout of Megatron-Core and FSDP trainers, cut as the ZeRO level says. Degrees may be numpy arrays.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
-from greylag.spec.holdings import Chunk, Number, chunk_weights, layer_weights, on_rank, state_shards
+from greylag.spec.holdings import Chunk, Number, Weights, chunk_weights, layer_weights, on_rank, state_shards
 from greylag.spec.job import Job
-from greylag.spec.kept_fused import Fusion, Layer, code_bytes, layer_kinds, weight_orientations
+from greylag.spec.kept_fused import Layer, code_bytes, layer_kinds, weight_orientations
+from greylag.spec.model import Model
 from greylag.spec.parts import layer_parts
 from greylag.spec.precision import BYTES
 
@@ -19,7 +22,7 @@ functional tests allocate beyond the other terms, 20 to 70 MiB (NVIDIA/Megatron-
 golden values)."""
 
 
-def resting(job: Job, held: tuple[Chunk, ...], fusion: Fusion) -> dict[str, Number]:
+def resting(job: Job, held: tuple[Chunk, ...]) -> dict[str, Number]:
     """By component. BF16 weights have an FP32 master copy, sharded from ZeRO-1, and are whole below ZeRO-3 (Megatron's
     distributed optimizer); FP32 weights are sharded from ZeRO-1 and gathered for use (FSDP)."""
     s, soft, p = job.strategy, job.software, job.precision
@@ -39,8 +42,8 @@ def resting(job: Job, held: tuple[Chunk, ...], fusion: Fusion) -> dict[str, Numb
         "master weights": at(1) * (4.0 if is_half else 0.0) * state,
         "moments": at(1) * sum(moments) * state,
         "FP8 weights": _fp8_weights(job, held),
-        "dummy weight gradients": _dummies(job, held) if fusion.gradients == "accumulated" else 0.0,
-        "workspaces": _workspaces(job, held, fusion),
+        "dummy weight gradients": _dummies(job, held) if soft.weight_gradients == "accumulated" else 0.0,
+        "workspaces": _workspaces(job, held),
         "small things": SMALL,
     }
 
@@ -72,23 +75,29 @@ def _widest(kind: Layer, transposes: bool) -> float:
 
 
 def _dummies(job: Job, held: tuple[Chunk, ...]) -> Number:
-    """One tensor in the weights' dtype for each shape of weight, the head's among them (`Fusion.gradients`)."""
-    s, model = job.strategy, job.model
-    shapes: dict[tuple[int, ...], Number] = {}
+    """One tensor in the weights' dtype for each shape of weight, the head's among them (`weight_gradients`)."""
+    s, one = job.strategy, _one_of_each_shape(job.model, held)
+    return (one.cut / s.tp + one.whole + one.experts / s.expert_tp) * BYTES[job.software.parameters]
+
+
+@lru_cache(maxsize=4096)
+def _one_of_each_shape(model: Model, held: tuple[Chunk, ...]) -> Weights:
+    """Elements of one weight of each shape; of experts, of one expert."""
+    shapes: dict[tuple[int, ...], Weights] = {}
     for chunk in held:
         for layer in {model.is_moe_layer(n): n for n in chunk.layers}.values():
             for part in layer_parts(model, layer):
                 if len(part.shape) > 1 and part.role != "router":
                     n, k = part.shape[-2:]
-                    is_expert = part.role == "expert"
-                    by = s.expert_tp if is_expert else 1 if part.tp is None else s.tp
-                    shapes[(n, k, is_expert)] = n * k / by
+                    is_expert, size = part.role == "expert", float(n * k)
+                    cut = "experts" if is_expert else "whole" if part.tp is None else "cut"
+                    shapes[(n, k, is_expert)] = Weights(**{cut: size})
         if chunk.has_head:
-            shapes[(model.vocab_size,)] = model.vocab_size * model.hidden_size / s.tp
-    return sum(shapes.values()) * BYTES[job.software.parameters]
+            shapes[(model.vocab_size,)] = Weights(cut=float(model.vocab_size * model.hidden_size))
+    return Weights(*(sum(column) for column in zip(*shapes.values(), strict=True))) if shapes else Weights()
 
 
-def _workspaces(job: Job, held: tuple[Chunk, ...], fusion: Fusion) -> float:
+def _workspaces(job: Job, held: tuple[Chunk, ...]) -> float:
     """cuBLAS's for torch and for TransformerEngine, which has four more for grouped GEMMs, one a stream.
 
     torch: 32 MiB on Hopper and in deterministic runs (":4096:8"), else 8.125 (aten/src/ATen/cuda/CublasHandlePool.cpp);
@@ -97,7 +106,7 @@ def _workspaces(job: Job, held: tuple[Chunk, ...], fusion: Fusion) -> float:
     fp8 = job.cluster.device.peak_tflops.get("fp8", 0.0)
     if job.cluster.device.kind == "cpu":
         return 0.0
-    of_torch = 32.0 if fusion.deterministic or (fp8 and _transposes(job)) else 8.125
+    of_torch = 32.0 if job.software.deterministic or (fp8 and _transposes(job)) else 8.125
     of_engine = 32.0 if fp8 else 4.0
     has_experts = any(job.model.is_moe_layer(n) for chunk in held for n in chunk.layers)
     return (of_torch + of_engine * (1 + 4 * has_experts)) * _MIB

@@ -109,7 +109,8 @@ def chunks(model: Model, strategy: Strategy, rank: int) -> tuple[Chunk, ...]:
     return tuple(Chunk(tuple(range(starts[n], starts[n] + sizes[n])), n == 0, n == stages - 1) for n in mine)
 
 
-def chunk_weights(model: Model, held: Iterable[Chunk]) -> Weights:
+@functools.lru_cache(maxsize=4096)
+def chunk_weights(model: Model, held: tuple[Chunk, ...]) -> Weights:
     """Of the chunks of one rank, embedding, head and prediction modules on their stages."""
     first, last = outer_weights(model)
     layers, total, has_embedding = layer_weights(model), Weights(), False

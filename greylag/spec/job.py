@@ -93,7 +93,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             *_name(self),
             *_model(self),
             *_cluster(self),
-            *positive("software.", self.software, ("launch_us", "exposed")),
+            *_software(self),
             *_grid(self),
             *_pipeline(self),
             *_recompute(self),
@@ -146,6 +146,16 @@ def _cluster(job: Job) -> Iterator[Finding]:
         )
 
 
+_FUSED = ("attention", "dropout", "loss", "weight_gradients", "gathered", "deterministic")
+"""Facts of a Software about layers that are not Greylag's own."""
+
+
+def _software(job: Job) -> Iterator[Finding]:
+    yield from positive("software.", job.software, ("launch_us", "exposed"))
+    if job.software.activations == "autograd":
+        yield from unused("software.", job.software, _FUSED, "on Greylag's own layers (activations = 'autograd')")
+
+
 def _model(job: Job) -> Iterator[Finding]:
     model = job.model
     yield from positive("model.", model, ("num_mtp_layers",))
@@ -191,8 +201,8 @@ def _model(job: Job) -> Iterator[Finding]:
 def _moe(model: Model) -> Iterator[Finding]:
     moe = model.moe
     assert moe
-    if model.activation != "swiglu":
-        yield error("model.activation", "experts are SwiGLU", 'set activation = "swiglu"')
+    if not moe.num_shared_experts:
+        yield from unused("model.moe.", moe, ("shared_width",), "without shared experts")
     if moe.num_dense_layers >= model.num_layers:
         yield error("model.moe.num_dense_layers", f"{moe.num_dense_layers} leaves no layer with experts", "lower it")
     if moe.num_experts % moe.num_groups:
@@ -229,6 +239,8 @@ def _grid(job: Job) -> Iterator[Finding]:
         yield error("strategy.replicas", f"{s.replicas} does not divide dp {s.dp}", "choose a divisor")
     if s.zero > 1 and s.shards * s.cp == 1:
         yield error("strategy.zero", f"{s.zero} has no effect: a replica has one data-parallel rank", "set zero = 1")
+    if s.tp == 1:
+        yield from unused("strategy.", s, ("sequence_parallel",), "without tensor parallelism (tp = 1)")
     if model.num_heads % s.tp:
         yield error("strategy.tp", f"{s.tp} does not divide num_heads {model.num_heads}", "choose a divisor")
     elif not model.mla and max(model.kv_heads, s.tp) % min(model.kv_heads, s.tp):
@@ -238,6 +250,7 @@ def _grid(job: Job) -> Iterator[Finding]:
     widths = {"model.ffn_hidden_size": model.ffn_hidden_size}
     if model.moe:
         widths |= {"model.moe.ffn_hidden_size": model.moe.ffn_hidden_size}
+        widths |= {"model.moe.shared_width": model.moe.shared_width} if model.moe.shared_width else {}
     for name, width in widths.items():
         if width % s.tp:
             yield error("strategy.tp", f"{s.tp} does not divide {name} {width}", "choose a divisor")
@@ -248,8 +261,8 @@ def _grid(job: Job) -> Iterator[Finding]:
     elif model.moe and model.moe.num_experts % s.ep:
         yield error("strategy.ep", f"{s.ep} does not divide num_experts {model.moe.num_experts}", "choose a divisor")
     ranks = s.shards * s.cp * s.tp
-    if ranks % (s.ep * (s.etp or 1)):
-        of = f"{s.ep}" if s.etp is None else f"{s.ep} x etp {s.etp}"
+    if ranks % (s.ep * s.expert_tp):
+        of = f"{s.ep}" if s.expert_tp == 1 else f"{s.ep} x etp {s.expert_tp}"
         yield error("strategy.ep", f"{of} does not divide the {ranks} ranks of a stage", "choose a divisor")
     if s.etp is not None and not model.moe:
         yield error("strategy.etp", "the model has no experts", "remove it")

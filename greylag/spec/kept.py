@@ -35,7 +35,7 @@ def kept_bytes(model: Model, precision: Precision, layer: int, tokens: int, tp: 
     kept += tokens * moe.top_k * (D * b + 24) + 8 * rows  # what experts returned; weights and rows, int64 and FP32
     if moe.num_shared_experts:
         kept += _kept_by_mlp(model, precision, recipes, "ffn.shared", tokens, moe.shared_ffn_hidden_size // tp)
-        if b == 4 and not recipes["ffn.shared.w_gate_up"].is_fp8:
+        if b == 4 and not recipes[f"ffn.shared.{'w_gate_up' if model.activation == 'swiglu' else 'w_up'}"].is_fp8:
             kept -= tokens * D * b  # it is the router's input
     return kept
 

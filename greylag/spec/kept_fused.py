@@ -3,14 +3,12 @@
 The terms are those of Korthikanti et al. (arXiv 2205.05198, section 4), less what fused kernels compute again (the
 softmax and its dropout in a flash attention, arXiv 2205.14135) and with what came since: grouped queries, latent
 attention, gated activations, experts, FP8 inputs. `kept` remembers which module of selective recompute drops a term.
-Sequence parallelism cuts by `tp` what lies outside the GEMMs. Degrees and tokens may be numpy arrays. Experts are
-balanced. What Greylag's own layers keep is `spec.kept`.
+`spec.software` says what a framework fuses. Sequence parallelism cuts by `tp` what lies outside the GEMMs. Degrees and
+tokens may be numpy arrays. Experts are balanced. What Greylag's own layers keep is `spec.kept`.
 """
 
 import functools
 from typing import Literal, NamedTuple
-
-import msgspec
 
 from greylag.spec.holdings import Number
 from greylag.spec.model import Model
@@ -23,40 +21,13 @@ from greylag.spec.work import layer_recipes
 Module = Literal["input"] | RecomputeModule
 
 
-class Fusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What of a layer is fused, where frameworks and their settings differ."""
+class Fusion:
+    """Where `sim.sweep` and `sim.pipeline` still ask for what a Software itself says; goes when they do not."""
 
-    attention: Literal["flash", "unfused"] = "flash"
-    """`flash` keeps one number per row of the softmax (cuDNN, FlashAttention), `unfused` the probabilities."""
-    dropout: bool = False
-    """Dropout behind attention and the feed-forward layer, and of the probabilities (GPT-3's 0.1)."""
-    loss: Literal["in-place", "parallel", "compiled-parallel", "torch", "compiled"] = "in-place"
-    """`in-place` writes the logits' gradient over them (TransformerEngine 2.11, pytorch/triton/cross_entropy.py);
-    `parallel` keeps the softmax in FP32 (Megatron-Core, tensor_parallel/cross_entropy.py), `compiled-parallel` the same
-    with one FP32 copy more (fusions/fused_cross_entropy.py); `torch` keeps the log-softmax in FP32 and makes its
-    gradient beside it, over a cut vocabulary in four FP32 tensors (torch, distributed/tensor/parallel/loss.py);
-    `compiled` keeps the logits and makes their gradient beside them."""
-    gradients: Literal["accumulated", "autograd"] = "accumulated"
-    """Whether weight gradients are added to the buffer by the GEMM, autograd being handed one dummy per shape, never
-    freed (TransformerEngine, module/base.py, get_dummy_wgrad), or come as tensors of their own."""
-    sequence_parallel: bool = True
-    """Whether activations outside the GEMMs are cut along the sequence where tp is (arXiv 2205.05198, section 4.2)."""
-    gathered: bool = False
-    """Whether projections keep their input gathered over tp, as DTensor does, where TransformerEngine gathers again."""
-
-    dispatcher: Literal["alltoall", "deepep"] = "alltoall"
-    """How tokens travel to experts: by a collective between two reorderings, or by kernels that reorder as they send
-    (DeepEP, HybridEP: Megatron-Core's flex dispatcher)."""
-    deterministic: bool = False
-    """Whether cuBLAS has the larger workspace that makes it deterministic (torch, use_deterministic_algorithms)."""
-
-    @classmethod
-    def of(cls, software: Software) -> "Fusion":
-        """What is usual: weights held in FP32 are those of an FSDP trainer with torch's own loss and autograd's
-        gradients; weights held in BF16 those of Megatron-Core with TransformerEngine."""
-        if software.parameters == "fp32":
-            return cls(loss="torch", gradients="autograd", gathered=True)
-        return cls()
+    @staticmethod
+    def of(software: Software) -> Software:
+        """The software."""
+        return software
 
 
 class Layer(NamedTuple):
@@ -119,25 +90,29 @@ def weight_orientations(recipe: Recipe, transposes: bool) -> int:
     return 2 if transposes or recipe.weight.granularity != "tensor" else 1
 
 
-def kept(model: Model, precision: Precision, kind: Layer, tokens: Number, s: Strategy, f: Fusion) -> list[Term]:
+def kept(model: Model, precision: Precision, kind: Layer, tokens: Number, s: Strategy, soft: Software) -> list[Term]:
     """Of one layer and micro-batch, nothing computed again.
 
     `tokens` are a rank's (micro-batch x sequence / cp) before sequence parallelism.
     """
-    D, b, outside = model.hidden_size, BYTES[precision.high], tokens / s.tp if f.sequence_parallel else tokens
-    read = tokens if f.gathered else outside
+    D, b, outside = model.hidden_size, BYTES[precision.high], tokens / s.sequence_cut
+    read = tokens if soft.gathered else outside
     terms = [Term("norm input", "input", 2 * outside * (D * b + 4))]
-    if f.dropout:
+    if soft.dropout:
         terms.append(Term("dropout masks", "input", 2 * outside * D))
     terms += _latent(model, precision, kind, tokens, outside, s) if model.mla else _grouped(model, kind, tokens, s, b)
     if not model.mla:
         terms.append(_read("qkv input", "norm", kind, "attention.wqkv", read * D))
-    terms += _core(model, kind, tokens, s, f, b)
+    terms += _core(model, kind, tokens, s, soft, b)
     if kind.is_moe:
         return terms + _experts(model, precision, kind, tokens, outside, s)
-    first = "ffn.w_gate_up" if model.activation == "swiglu" else "ffn.w_up"
-    terms.append(_read("mlp input", "norm", kind, first, read * D))
+    terms.append(_read("mlp input", "norm", kind, f"ffn.{_first(model)}", read * D))
     return terms + _mlp(model, precision, kind, "ffn", "mlp ", tokens * model.ffn_hidden_size / s.tp)
+
+
+def _first(model: Model) -> str:
+    """The projection that reads a feed-forward layer's input (`spec.parts`)."""
+    return "w_gate_up" if model.activation == "swiglu" else "w_up"
 
 
 def _read(name: str, module: Module, kind: Layer, layer: str, elements: Number) -> Term:
@@ -178,21 +153,21 @@ def _latent(
     return [*terms, Term("query, key, value", "mla_up", tokens * H * (2 * model.qk_head_dim + model.v_head_dim) * b)]
 
 
-def _core(model: Model, kind: Layer, tokens: Number, s: Strategy, f: Fusion, b: float) -> list[Term]:
+def _core(model: Model, kind: Layer, tokens: Number, s: Strategy, soft: Software, b: float) -> list[Term]:
     """The attention's output, kept once for itself and the projection behind it unless that reads FP8."""
     H, out = model.num_heads / s.tp, tokens * model.num_heads * model.v_head_dim / s.tp
     terms = [Term("attention output", "input", out * b)]
     if kind.recipe("attention.wo").input.is_scaled:
         terms.append(_read("projection input", "input", kind, "attention.wo", out))
-    if f.attention == "flash":
+    if soft.attention == "flash":
         return [*terms, Term("attention statistics", "attention", tokens * H * 4)]
     return terms  # `probabilities` needs the sequence's length
 
 
-def probabilities(model: Model, tokens: Number, sequence: Number, s: Strategy, f: Fusion, b: float) -> Term:
+def probabilities(model: Model, tokens: Number, sequence: Number, s: Strategy, soft: Software, b: float) -> Term:
     """The softmax that an unfused attention keeps: the probabilities, and with dropout its mask and what is left of
     them (arXiv 2205.05198, section 4.1: 5 a s^2 b)."""
-    each = b + (1 + b if f.dropout else 0)
+    each = b + (1 + b if soft.dropout else 0)
     return Term("attention probabilities", "attention", tokens * sequence * model.num_heads / s.tp * each)
 
 
@@ -231,23 +206,24 @@ def _experts(
     """
     moe, D, b = model.moe, model.hidden_size, BYTES[precision.high]
     assert moe
-    rows = expert_rows(model, outside, s)
+    rows = expert_rows(model, tokens / s.tp, s)
     terms = [
         Term("router input", "norm", outside * D * b),
         Term("router", "moe", outside * moe.num_experts * (4 + 4 + 1 + 8)),
-        _read("expert input", "moe", kind, "ffn.experts.w_gate_up", rows * D),
+        _read("expert input", "moe", kind, f"ffn.experts.{_first(model)}", rows * D),
         Term("probabilities of tokens", "moe", 2 * rows * 4),
     ]
     terms += _mlp(model, precision, kind, "ffn.experts", "expert ", rows * moe.ffn_hidden_size / s.expert_tp)
     if moe.num_shared_experts:
         width = tokens * moe.shared_ffn_hidden_size / s.tp
         terms += _mlp(model, precision, kind, "ffn.shared", "shared expert ", width, "moe")
-        if kind.recipe("ffn.shared.w_gate_up").input.is_scaled:
-            terms.append(_read("shared expert input", "moe", kind, "ffn.shared.w_gate_up", outside * D))
+        first = f"ffn.shared.{_first(model)}"
+        if kind.recipe(first).input.is_scaled:
+            terms.append(_read("shared expert input", "moe", kind, first, outside * D))
     return terms
 
 
-def expert_rows(model: Model, outside: Number, s: Strategy) -> Number:
-    """Rows that a rank's experts are given, balanced: every token `top_k` times, gathered over expert-tp."""
+def expert_rows(model: Model, own: Number, s: Strategy) -> Number:
+    """Rows that a rank's experts are given, balanced: its `own` tokens `top_k` times each, gathered over expert-tp."""
     assert model.moe
-    return outside * model.moe.top_k * s.expert_tp
+    return own * model.moe.top_k * s.expert_tp

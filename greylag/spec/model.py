@@ -33,7 +33,9 @@ class MoE(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ffn_hidden_size: int
     """Width of one routed expert."""
     num_shared_experts: int = 0
-    """Shared experts are one MLP of `num_shared_experts * ffn_hidden_size`."""
+    """Shared experts are one MLP, as wide as so many routed ones."""
+    shared_width: int | None = None
+    """Width of all shared experts together where it is another."""
     num_dense_layers: int = 0
     """How many layers at the bottom keep a dense MLP."""
     every: int = 1
@@ -51,7 +53,7 @@ class MoE(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     @property
     def shared_ffn_hidden_size(self) -> int:
         """Width of all shared experts together."""
-        return self.num_shared_experts * self.ffn_hidden_size
+        return self.num_shared_experts * self.ffn_hidden_size if self.shared_width is None else self.shared_width
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,7 +74,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     mla: MLA | None = None
     moe: MoE | None = None
     activation: Literal["swiglu", "gelu", "relu2"] = "swiglu"
-    """Of dense MLPs; `relu2` is the squared ReLU of Nemotron-4, ungated as GELU is."""
+    """Of MLPs and experts; `relu2` is the squared ReLU of Nemotron-4, ungated as GELU is."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     position: Literal["rope", "learned"] = "rope"

@@ -157,7 +157,10 @@ def _moe(model: Model, layer: int) -> Iterator[Part]:
     yield Part(f"{at}.router.weight", (E, D), "router", layer)
     if moe.bias_update_rate:
         yield Part(f"{at}.router.bias", (E,), "router", layer, is_buffer=True)
-    yield Part(f"{at}.experts.w_gate_up", (E, 2 * F, D), "expert", layer, 1, (F, F))
+    if model.activation == "swiglu":
+        yield Part(f"{at}.experts.w_gate_up", (E, 2 * F, D), "expert", layer, 1, (F, F))
+    else:
+        yield Part(f"{at}.experts.w_up", (E, F, D), "expert", layer, 1)
     yield Part(f"{at}.experts.w_down", (E, D, F), "expert", layer, 2)
     if moe.num_shared_experts:
         yield from _mlp(model, f"{at}.shared", moe.shared_ffn_hidden_size, "shared_expert", layer)

@@ -8,6 +8,8 @@ from typing import Literal
 
 import msgspec
 
+Loss = Literal["in-place", "parallel", "compiled-parallel", "torch", "compiled"]
+
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Measured runs of one kind that a framework's constants were held against."""
@@ -38,9 +40,28 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     TransformerEngine and Megatron-Core keep."""
     graphs: bool = False
     """Whether kernels are launched from CUDA graphs, so that the host does not pace them."""
+    attention: Literal["flash", "unfused"] = "flash"
+    """`flash` keeps one number per row of the softmax and skips what is masked (cuDNN; FlashAttention, arXiv
+    2307.08691), `unfused` writes the scores of every pair of tokens and keeps the probabilities."""
+    dropout: bool = False
+    """Dropout behind attention and the feed-forward layer, and of the probabilities (GPT-3's 0.1)."""
+    loss: Loss = "in-place"
+    """`in-place` writes the logits' gradient over them (TransformerEngine 2.11, pytorch/triton/cross_entropy.py);
+    `parallel` keeps the softmax in FP32 (Megatron-Core, tensor_parallel/cross_entropy.py), `compiled-parallel` the same
+    with one FP32 copy more (fusions/fused_cross_entropy.py); `torch` keeps the log-softmax in FP32 and makes its
+    gradient beside it, over a cut vocabulary in four FP32 tensors (torch, distributed/tensor/parallel/loss.py);
+    `compiled` keeps the logits and makes their gradient beside them."""
+    weight_gradients: Literal["accumulated", "autograd"] = "accumulated"
+    """Whether weight gradients are added to the buffer by the GEMM, autograd being handed one dummy per shape, never
+    freed (TransformerEngine, module/base.py, get_dummy_wgrad), or come as tensors of their own."""
+    gathered: bool = False
+    """Whether projections keep their input gathered over tp, as DTensor does, where TransformerEngine gathers again."""
+    deterministic: bool = False
+    """Whether cuBLAS has the larger workspace that makes it deterministic (torch, use_deterministic_algorithms)."""
     dispatch: Literal["choices", "nodes"] = "choices"
-    """How tokens travel to experts: once for each choice (NCCL's all-to-all), or once to each node that has any of the
-    chosen, whose ranks hand them on (DeepEP, arXiv 2412.19437, section 3.2.2; HybridEP)."""
+    """How tokens travel to experts: once for each choice, by a collective between two reorderings (NCCL's all-to-all),
+    or once to each node that has any of the chosen, whose ranks hand them on, by kernels that reorder as they send
+    (DeepEP, arXiv 2412.19437, section 3.2.2; HybridEP)."""
     launch_us: float = 10.0
     """Host time per kernel, without graphs: a layer is never faster than its launches."""
     speed: float = 1.0

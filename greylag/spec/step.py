@@ -99,6 +99,9 @@ def _rows(step: Step) -> list[tuple[str, str, str]]:
     """What a step says of itself: a title, then (what, figure, share)."""
     total, place = step.total_seconds, f" {step.number}" if step.number else ""
     rows = [(f"{step.source} step{place}", _short(total, _SECONDS), "")]
+    if step.interval:
+        low, high = (_short(bound, _SECONDS) for bound in step.interval)
+        rows.append(("  nine in ten lie between", low, high))
     for heading, parts in (("", step.seconds), ("spent on", step.causes)):
         rows += [(heading, "", "")] * bool(heading and parts)
         for name, value in parts.items():

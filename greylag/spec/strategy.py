@@ -28,7 +28,10 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Virtual stages (model chunks) per rank; `interleaved`, `zb-v` and `dualpipe-v` have more than one."""
     cp: int = 1
     tp: int = 1
-    """Tensor-parallel degree, with sequence parallelism (arXiv 2205.05198)."""
+    """Tensor-parallel degree."""
+    sequence_parallel: bool = True
+    """Whether the tp ranks also cut, along the sequence, what lies outside the GEMMs (arXiv 2205.05198, section 4.2).
+    Without it each works on all of it, and sums are all-reduced (arXiv 1909.08053, section 3)."""
     ep: int = 1
     """Expert-parallel degree; its groups are taken from the ranks of dp, cp and tp inside a replica."""
     etp: int | None = None
@@ -67,6 +70,11 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def world(self) -> int:
         """Number of ranks of the job."""
         return self.data_parallel * self.pp * self.cp * self.tp
+
+    @property
+    def sequence_cut(self) -> int:
+        """Ranks over which what lies outside the GEMMs is cut."""
+        return self.tp if self.sequence_parallel else 1
 
     @property
     def expert_tp(self) -> int:

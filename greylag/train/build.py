@@ -73,12 +73,13 @@ def _unknown_to_training(job: Job) -> list[str]:
     s, model = job.strategy, job.model
     settings: dict[str, tuple[object, object]] = {
         "software.name": (job.software.name, "greylag"),
+        "strategy.sequence_parallel": (s.sequence_parallel, True),
         "strategy.vp": (s.vp, 1), "strategy.etp": (s.etp, None), "strategy.schedule": (s.schedule, "1f1b"),
         "strategy.overlap": (s.overlap, ("dp",)), "strategy.offload": (s.offload, ()),
         "strategy.recompute": (s.recompute, "none" if s.recompute == "none" else "full"),
         "strategy.recompute_layers": (s.recompute_layers, None),
         "model.window": (model.window, None), "model.num_mtp_layers": (model.num_mtp_layers, 0),
-        "model.activation": (model.activation, "gelu" if model.activation == "gelu" else "swiglu"),
+        "model.activation": (model.activation, "gelu" if model.activation == "gelu" and not model.moe else "swiglu"),
     }  # fmt: skip
     return [
         f"{key}: {value!r}: the simulator alone knows it so far; leave it {known!r}"

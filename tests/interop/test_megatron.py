@@ -269,18 +269,17 @@ def test_model(tmp_path: Path, more: str, values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("more", "group", "named"),
     [
-        ("--attention-dropout 0.1", "not expressible", "--attention-dropout"),
+        ("--attention-dropout 0.1", "approximated", "--hidden-dropout"),
         ("--fp4-format e2m1", "not expressible", "--fp4-format"),
         ("--moe-expert-capacity-factor 1.0", "not expressible", "--moe-expert-capacity-factor"),
-        ("--attention-backend unfused", "not expressible", "--attention-backend"),
+        ("--deterministic-mode", "approximated", "--deterministic-mode"),
+        ("--num-experts 8 --moe-grouped-gemm", "approximated", "--moe-token-dispatcher-type"),
         ("--some-new-argument 3", "not expressible", "--some-new-argument"),
         ("--optimizer muon", "not expressible", "--optimizer"),
         ("--recompute-granularity selective --recompute-modules shared_experts", "not expressible", "shared_experts"),
         ("--fp16", "approximated", "--fp16"),
         ("--quick-geglu", "approximated", "--quick-geglu"),
-        ("--tensor-model-parallel-size 2", "approximated", "--sequence-parallel"),
         ("--no-rope-fusion", "approximated", "--no-rope-fusion"),
-        ("--num-experts 8 --moe-grouped-gemm", "approximated", "--swiglu"),
         ("--wandb-project x", "irrelevant", "--wandb-project"),
         ("--no-save-optim", "irrelevant", "--no-save-optim"),
     ],
@@ -292,6 +291,40 @@ def test_what_is_not_exact_is_named_in_its_group(tmp_path: Path, more: str, grou
 
 def test_arguments_that_are_expressed_are_not_remarked_on(tmp_path: Path) -> None:
     assert imported(tmp_path, PLAIN + "--overlap-grad-reduce --swiglu").remarks == ()
+    experts = "--num-experts 8 --moe-grouped-gemm --moe-token-dispatcher-type flex --disable-bias-linear"
+    loss = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te --no-gradient-accumulation-fusion"
+    cut = "--tensor-model-parallel-size 2 --attention-backend unfused"
+    assert imported(tmp_path, f"{PLAIN} --overlap-grad-reduce {experts} {loss} {cut}").remarks == ()
+
+
+def test_what_is_fused(tmp_path: Path) -> None:
+    plain = job_of(tmp_path, "").software
+    assert (plain.attention, plain.dropout, plain.loss) == ("flash", False, "parallel")
+    assert (plain.weight_gradients, plain.deterministic, plain.dispatch) == ("accumulated", False, "choices")
+    local = job_of(tmp_path, "--transformer-impl local --hidden-dropout 0.1 --attention-dropout 0.1").software
+    assert (local.attention, local.dropout) == ("unfused", True)
+    assert job_of(tmp_path, "--transformer-impl local --use-flash-attn").software.attention == "flash"
+    assert job_of(tmp_path, "--attention-backend unfused").software.attention == "unfused"
+    assert job_of(tmp_path, "--cross-entropy-loss-fusion").software.loss == "compiled-parallel"
+    assert job_of(tmp_path, "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te").software.loss == "in-place"
+    assert job_of(tmp_path, "--no-gradient-accumulation-fusion").software.weight_gradients == "autograd"
+    assert job_of(tmp_path, "--deterministic-mode").software.deterministic
+
+
+def test_tensor_parallelism_with_and_without_its_sequence_cut(tmp_path: Path) -> None:
+    two = "--tensor-model-parallel-size 2 "
+    assert not job_of(tmp_path, two).strategy.sequence_parallel
+    assert job_of(tmp_path, two + "--sequence-parallel").strategy.sequence_parallel
+    assert job_of(tmp_path, "").strategy.sequence_parallel
+
+
+def test_experts_follow_the_activation(tmp_path: Path) -> None:
+    more = "--num-experts 8 --moe-grouped-gemm --moe-ffn-hidden-size 1024 --moe-shared-expert-intermediate-size 512 "
+    job = job_of(tmp_path, more + "--moe-token-dispatcher-type flex")
+    assert job.model.activation == "gelu"
+    assert job.software.dispatch == "nodes"
+    assert job.model.moe is not None
+    assert (job.model.moe.ffn_hidden_size, job.model.moe.shared_ffn_hidden_size) == (1024, 512)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from greylag.sim.inflight import in_flight
 from greylag.sim.memory import Memory, breakdown, fullest, memory, predict_memory
 from greylag.spec import Job
 from greylag.spec.holdings import chunk_weights, chunks, on_rank
-from greylag.spec.kept_fused import Fusion, code_bytes, kept, layer_kinds, probabilities, weight_orientations
+from greylag.spec.kept_fused import code_bytes, kept, layer_kinds, probabilities, weight_orientations
 from greylag.spec.load import job_from, load_preset
 from greylag.spec.parts import num_parameters
 from greylag.spec.schedule import order
+from greylag.spec.software import Software
 from greylag.spec.strategy import Strategy
 
 MEGATRON = {"name": "megatron", "parameters": "bf16", "gradients": "fp32", "activations": "fused"}
@@ -56,10 +57,10 @@ def test_published_peaks(model: dict, vocab: int, strategy: dict, measured: list
 def test_a_layer_keeps_what_korthikanti_counts() -> None:
     """s b h (34 + 5 a s / h) bytes (arXiv 2205.05198, equation 1), and the statistics of two norms."""
     job = job_of("gpt-3-175b", sequence=2048)
-    fusion = Fusion(attention="unfused", dropout=True)
+    soft = Software(name="test", activations="fused", attention="unfused", dropout=True)
     tokens, s, model = 2048, replace(job.strategy, dp=8), job.model
-    terms = kept(model, job.precision, layer_kinds(model, job.precision)[0], tokens, s, fusion)
-    terms.append(probabilities(model, tokens, job.sequence, s, fusion, 2))
+    terms = kept(model, job.precision, layer_kinds(model, job.precision)[0], tokens, s, soft)
+    terms.append(probabilities(model, tokens, job.sequence, s, soft, 2))
     expected = tokens * model.hidden_size * (34 + 5 * model.num_heads * job.sequence / model.hidden_size)
     assert sum(t.bytes for t in terms) == expected + 2 * tokens * 4
 
@@ -243,7 +244,8 @@ def test_fp8_inputs_are_kept_in_a_byte() -> None:
     for precision in ("bf16", "mxfp8"):
         job = job_of("llama-3-8b", precision)
         kind = layer_kinds(job.model, job.precision)[0]
-        terms[precision] = {t.name: t.bytes for t in kept(job.model, job.precision, kind, 4096, job.strategy, Fusion())}
+        every = kept(job.model, job.precision, kind, 4096, job.strategy, job.software)
+        terms[precision] = {t.name: t.bytes for t in every}
     assert terms["mxfp8"]["mlp input"] == terms["bf16"]["mlp input"] / 2 * (1 + 1 / 32)
     assert terms["mxfp8"]["norm input"] == terms["bf16"]["norm input"]
     assert "projection input" not in terms["bf16"]
@@ -265,15 +267,44 @@ def test_what_is_fused_shows() -> None:
     dense, moe = job_of("llama-3-8b"), job_of("deepseek-v3", cluster="b200-8x8", pp=8, ep=8, etp=1)
     logits = 4096 * dense.model.vocab_size
     usual = float(memory(dense).total)
-    loss = {kind: float(memory(dense, Fusion(loss=kind)).total) for kind in ("parallel", "torch", "compiled")}
+    loss = {kind: float(memory(with_facts(dense, loss=kind)).total) for kind in ("parallel", "torch", "compiled")}
     assert loss["torch"] - loss["parallel"] == pytest.approx(6 * logits)
     assert usual < loss["compiled"] < loss["parallel"]
-    assert float(memory(dense, Fusion(attention="unfused")).total) > usual
-    assert float(memory(dense, Fusion(gradients="autograd")).stage(0).components["dummy weight gradients"]) == 0
+    assert float(memory(with_facts(dense, attention="unfused")).total) > usual
+    own = memory(with_facts(dense, weight_gradients="autograd"))
+    assert float(own.stage(0).components["dummy weight gradients"]) == 0
     rows = 4096 * moe.model.moe.top_k * moe.model.hidden_size * 2
-    moment, fused = "forward of expert layer", Fusion(dispatcher="deepep")
-    saved = [account.stage(1).by_moment[moment] for account in (memory(moe), memory(moe, fused))]
+    moment, fused = "forward of expert layer", with_facts(moe, dispatch="nodes")
+    saved = [memory(job).stage(1).by_moment[moment] for job in (moe, fused)]
     assert saved[0] - saved[1] == 2 * rows
+
+
+def with_facts(job: Job, **facts: Any) -> Job:
+    return replace(job, software=replace(job.software, **facts))
+
+
+def test_a_prediction_needs_nothing_beside_the_job() -> None:
+    """What the software says reaches the pools of a Step, and the sequence's cut with it."""
+    job = job_of("gpt-3-175b", sequence=2048, tp=8)
+    plain = activations(job)
+    assert activations(with_facts(job, attention="unfused")) > plain
+    assert activations(with_facts(job, dropout=True)) > plain
+    whole = replace(job, strategy=replace(job.strategy, sequence_parallel=False))
+    layers, outside = job.model.num_layers, 2048 * job.model.hidden_size * 2
+    assert memory(whole).stage(0).components["norm input"] == 8 * memory(job).stage(0).components["norm input"]
+    assert activations(whole) - plain > 4 * layers * outside * (1 - 1 / 8)  # two norms' inputs and two projections'
+
+
+def test_experts_without_a_gate_have_their_own_weights() -> None:
+    gated = job_of("mixtral-8x7b", ep=4, etp=1)
+    plain = replace(gated, model=replace(gated.model, activation="relu2"))
+    moe, layers = gated.model.moe, gated.model.num_layers
+    third = layers * moe.num_experts * moe.ffn_hidden_size * gated.model.hidden_size
+    assert num_parameters(gated.model) - num_parameters(plain.model) == third
+    assert predict_memory(gated)["parameters"] - predict_memory(plain)["parameters"] >= 2 * third / 4
+    rows = 4096 * moe.top_k * moe.ffn_hidden_size
+    one = [memory(job).stage(0).components["expert activation input"] for job in (gated, plain)]
+    assert float(one[0] - one[1]) == layers * rows * 2
 
 
 def test_fsdp_gathers_what_it_shards() -> None:

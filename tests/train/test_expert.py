@@ -178,3 +178,15 @@ def test_resume_is_bit_identical_and_another_ep_reads_it(ranks, tmp_path: Path) 
 def test_what_training_cannot_do_yet_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         refuse(tiny_job(SMALL_MOE, **changes))
+
+
+def test_experts_without_a_gate_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"model\.activation: 'gelu': .* leave it 'swiglu'"):
+        refuse(tiny_job({**SMALL_MOE, "activation": "gelu"}))
+
+
+def test_tensor_parallelism_of_any_kind_is_refused() -> None:
+    job = tiny_job("llama-3-tiny", dp=1)
+    job = replace(job, strategy=replace(job.strategy, tp=2, sequence_parallel=False))
+    with pytest.raises(SpecError, match=r"strategy\.sequence_parallel: False"):
+        refuse(job)

@@ -1,0 +1,66 @@
+"""Simulation: what `greylag simulate` puts together, the simulator's results and the report's pictures of them.
+
+It stands beside `cli`, which has no room for it: composition of wings, and the only files that know more than one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from greylag.report.account import account
+from greylag.report.derived import check_place, place_list, write_derived
+from greylag.report.show import print_prediction
+from greylag.sim import predict
+from greylag.sim.memory import CONTEXT, FRAGMENTATION, memory
+from greylag.sim.pipeline import pipeline
+from greylag.sim.remedies import remedies
+from greylag.sim.trace import trace
+from greylag.spec import Job
+from greylag.spec.cluster import Calibration
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is written beside the tables."""
+
+    trace: Path | None = None
+    page: Path | None = None
+    ranks: str | None = None
+    """Places in the pipeline, such as 0,1,15 or 0-3; None means all."""
+    force: bool = False
+
+    def checked(self, pp: int) -> list[int]:
+        """The places, once all is in order. Raises SpecError for what cannot be written or has no effect."""
+        places = place_list(self.ranks, pp, bool(self.trace or self.page), self.force)
+        for path, endings in ((self.trace, (".json", ".json.gz")), (self.page, (".html",))):
+            if path:
+                check_place(path, self.force, endings)
+        return places
+
+
+def simulate(
+    job: Job, calibration: Calibration | None, outputs: Outputs, render: Callable[..., str] | None = None
+) -> None:
+    """Print the prediction of a job without problems, and write what is asked for.
+
+    `render` is `report.prediction.render_prediction`, given where a page is asked for: it needs jinja2. Raises
+    SpecError before anything is printed.
+    """
+    places = outputs.checked(job.strategy.pp)
+    step = predict(job, calibration)
+    fused = memory(job) if job.software.activations == "fused" else None
+    reserve, outside = (0.0, 0.0) if job.cluster.is_local else (FRAGMENTATION, CONTEXT)
+    held = account(job, step.bytes, fused, reserve, outside)
+    findings = remedies(job)
+    drawn = pipeline(job, step) if outputs.trace or outputs.page else None
+    print_prediction(job, step, held, findings)
+    if outputs.trace and drawn:
+        compress = outputs.trace.name.endswith(".gz")
+        kept = {"activation": drawn.activation, "resting": drawn.resting}
+        write_derived(outputs.trace, trace(drawn.timeline, **kept, ranks=places, compress=compress))
+        print(outputs.trace)
+    if outputs.page and drawn:
+        assert render
+        page = render(job, step, held, drawn.timeline, ranks=places, calibration=calibration, findings=findings)
+        write_derived(outputs.page, page.encode())
+        print(outputs.page)
