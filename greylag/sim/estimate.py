@@ -208,7 +208,7 @@ def _transfer(job: Job, links: Links) -> Size:
     s = job.strategy
     if s.pp == 1:
         return np.zeros(1)
-    size = tokens_of(job) * job.model.hidden_size * BYTES[job.precision.high] / s.tp
+    size = tokens_of(job) * job.model.hidden_size * BYTES[job.precision.high] / s.sequence_cut
     return np.atleast_1d(links.send(size, s.data_parallel * s.cp * s.tp))
 
 

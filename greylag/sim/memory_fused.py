@@ -20,7 +20,6 @@ from greylag.spec.job import Job
 from greylag.spec.kept_fused import Layer, Term, kept, layer_kinds, probabilities, waiting_bytes
 from greylag.spec.model import Model
 from greylag.spec.precision import BYTES, Precision
-from greylag.spec.software import Software
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Layers:
     terms: dict[Layer, list[Term]]
 
     @classmethod
-    def of(cls, job: Job, _: Software | None = None) -> "Layers":
+    def of(cls, job: Job) -> "Layers":
         """The layers of a job."""
         s, soft, b = job.strategy, job.software, BYTES[job.precision.high]
         tokens, kinds = s.micro_batch * job.sequence / s.cp, layer_kinds(job.model, job.precision)

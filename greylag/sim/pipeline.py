@@ -17,7 +17,6 @@ from greylag.sim.timeline import Floats, Timeline, graph, simulate
 from greylag.spec.holdings import chunks, stage_sizes
 from greylag.spec.job import Job
 from greylag.spec.kept import kept_bytes
-from greylag.spec.kept_fused import Fusion
 from greylag.spec.precision import BYTES
 from greylag.spec.schedule import rank_of
 from greylag.spec.step import Step
@@ -87,7 +86,7 @@ def _fused(job: Job) -> Floats:
     """
     s, sides = job.strategy, 2 if job.strategy.schedule == "dualpipe" else 1
     one = replace(job, global_batch=sides * s.data_parallel * s.micro_batch)
-    layers = Layers.of(one, Fusion.of(job.software))
+    layers = Layers.of(one)
     names = {term.name for terms in layers.terms.values() for term in terms}
     account, sizes = memory(one), stage_sizes(job.model, s)
     kept = np.zeros(s.num_stages)

@@ -21,15 +21,6 @@ from greylag.spec.work import layer_recipes
 Module = Literal["input"] | RecomputeModule
 
 
-class Fusion:
-    """Where `sim.sweep` and `sim.pipeline` still ask for what a Software itself says; goes when they do not."""
-
-    @staticmethod
-    def of(software: Software) -> Software:
-        """The software."""
-        return software
-
-
 class Layer(NamedTuple):
     """The facts of one kind of layer: whether it has experts, and the recipe of each of its linear layers."""
 

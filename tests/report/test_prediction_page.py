@@ -24,6 +24,9 @@ from greylag.spec.cluster import Calibration, Efficiency, GemmPoint
 
 ROOT = Path(__file__).parents[2]
 DEEPSEEK = ROOT / "jobs" / "deepseek-v3_h800_pretrain.toml"
+PLAIN = {"strategy.schedule": "1f1b", "strategy.recompute": "none", "strategy.recompute_modules": "[]",
+         "strategy.overlap": '["dp"]', "precision": "fp8-block128"}  # fmt: skip
+"""DeepSeek-V3's job in its plainest form: it has a pipeline to draw, and does not fit."""
 SMALL = ("model=llama-3-8b", "strategy.ep=1", "global_batch=4096", "software=megatron-core-2025")
 CASES = {
     "1f1b": (),
@@ -34,9 +37,14 @@ CASES = {
 }
 
 
+def plain(*overrides: str) -> list[str]:
+    """The overrides, and those of PLAIN that they leave."""
+    given = dict(o.split("=", 1) for o in overrides)
+    return [f"{key}={value}" for key, value in (PLAIN | given).items()]
+
+
 def job_of(*overrides: str) -> Job:
-    software = [] if any(o.startswith("software=") for o in overrides) else ["software=hai-llm"]
-    job = load_job(DEEPSEEK, [*software, *overrides])
+    job = load_job(DEEPSEEK, plain(*overrides))
     assert not job.problems()
     return job
 
@@ -150,14 +158,14 @@ def test_comments_belong_to_the_table_below_them() -> None:
 
 
 def test_the_command_prints_phases_causes_and_components(tmp_path: Path) -> None:
-    result = greylag_here(tmp_path, "simulate", DEEPSEEK, "software=hai-llm", COLUMNS="100")
+    result = greylag_here(tmp_path, "simulate", DEEPSEEK, *plain(), COLUMNS="100")
     assert result.returncode == 0
     for word in ("backward", "spent on", "gemm", "bubble", "gradients", "moments", "fragmentation", "does not fit"):
         assert word in result.stdout
     told = " ".join(result.stdout.split())
     assert re.search(r"The peak comes at: \w", told)
     assert re.search(r"query, key, value [\d.]+ GiB.* makes it fit", told)
-    fits = greylag_here(tmp_path, "simulate", DEEPSEEK, "software=hai-llm", "strategy.recompute=full").stdout
+    fits = greylag_here(tmp_path, "simulate", DEEPSEEK, *plain("strategy.recompute=full")).stdout
     assert "does not fit" not in fits
     assert "makes it fit" not in fits
 
