@@ -24,6 +24,10 @@ Hopper (128x256x64 fastest, 128x128 within a tenth). The library picks the faste
 BACKWARD_OF_ATTENTION = 2.5
 """Five products for two (FlashAttention-2, arXiv 2307.08691, section 3.1)."""
 
+BEFORE_HOPPER = 0.5
+"""Of the speed of attention on Hopper, by kernels written before it: 35% of the peak for 75% (arXiv 2407.08608,
+abstract)."""
+
 
 @dataclass(frozen=True)
 class Operators:
@@ -66,6 +70,8 @@ class Operators:
         """Seconds of the attention core, from its forward FLOPs, the masked half not counted."""
         e = self.device.efficiency
         times, share = (BACKWARD_OF_ATTENTION, e.attention_backward) if backward else (1.0, e.attention)
+        if self.software.attention == "flash-2" and "fp8" in self.device.peak_tflops:
+            share *= BEFORE_HOPPER
         return times * flops / (self.peak("bf16") * share * self.software.speed) + e.kernel
 
     def move(self, size: Size, kernels: Size = 1) -> Size:

@@ -40,9 +40,10 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     TransformerEngine and Megatron-Core keep."""
     graphs: bool = False
     """Whether kernels are launched from CUDA graphs, so that the host does not pace them."""
-    attention: Literal["flash", "unfused"] = "flash"
-    """`flash` keeps one number per row of the softmax and skips what is masked (cuDNN; FlashAttention, arXiv
-    2307.08691), `unfused` writes the scores of every pair of tokens and keeps the probabilities."""
+    attention: Literal["flash", "flash-2", "unfused"] = "flash"
+    """`flash` keeps one number per row of the softmax and skips what is masked (cuDNN; FlashAttention-3, arXiv
+    2407.08608), `flash-2` the same with kernels written before Hopper (arXiv 2307.08691), `unfused` writes the scores
+    of every pair of tokens and keeps the probabilities."""
     dropout: bool = False
     """Dropout behind attention and the feed-forward layer, and of the probabilities (GPT-3's 0.1)."""
     loss: Loss = "in-place"
