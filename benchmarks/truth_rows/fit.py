@@ -2,9 +2,9 @@
 
 Constants are the numbers of `Efficiency`, for each device, and three of `Software`, for each generation. The fit
 finds the most probable ones: errors are of the logarithm of the step time, with the tails of Huber's loss; a Gaussian
-prior on the logarithm of each constant pulls to where the preset has it. Damped Gauss-Newton steps (Levenberg 1944)
-by finite differences, of which a row has only those of its own device and generation, taken anew every other round; a
-step that makes the loss larger is halved.
+prior on the logarithm of each constant pulls to where nothing is known of the device, or operators were measured.
+Damped Gauss-Newton steps (Levenberg 1944) by finite differences, of which a row has only those of its own device and
+generation, taken anew every other round; a step that makes the loss larger is halved.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from greylag.spec.cluster import Efficiency
 from greylag.spec.job import Job
+from greylag.spec.software import Software
 from truth_rows.row import Row
 
 SOFTWARE = ("launch_us", "speed", "exposed")
@@ -31,6 +32,14 @@ STEP = 0.02
 DAMPING = 1e-2
 LONGEST_STEP = 0.4
 """Of a constant's logarithm in one round."""
+
+MEASURED: dict[str, dict[str, float]] = {
+    "b200": {"gemm": 0.49, "gemm_fp8": 0.45, "gemm_ramp": 128.0, "grouped": 0.65, "attention": 0.42,
+             "attention_backward": 0.36, "memory": 0.6, "node": 0.67, "all_to_all": 0.6},
+}  # fmt: skip
+"""Operators measured alone on a device, around which the prior lies (MooreThreads/SimuMax,
+configs/system/b200_bf16_ceperm.json): GEMMs above 0.5 ms, median; attention, whose FLOPs it counts non-causal, halved;
+grouped over plain GEMMs; elementwise kernels; collectives over NVLink."""
 
 Key = tuple[str, str]
 """(device or generation, constant)."""
@@ -84,13 +93,13 @@ def keys_of(row: Row) -> list[Key]:
 
 
 def start(rows: Iterable[Row], predict: Predict) -> Fit:
-    """The presets' own constants."""
+    """Constants of no device in particular, or of measured operators: not those of the presets, which a fit wrote."""
     default: dict[Key, float] = {}
     for row in rows:
-        assert row.job
         for key in keys_of(row):
-            holder = row.job.software if key[1] in SOFTWARE else row.job.cluster.device.efficiency
-            default[key] = max(float(getattr(holder, key[1])), 1e-3)
+            software, usual = Software(name=""), Efficiency()
+            holder = software if key[1] in SOFTWARE else replace(usual, **MEASURED.get(key[0], {}))
+            default[key] = float(getattr(holder, key[1]))
     return Fit(predict, default, dict.fromkeys(default, 0.0))
 
 
