@@ -228,7 +228,7 @@ def with_seconds(r, seconds):
 
 def test_fit_finds_the_constants_that_made_the_times():
     device = of("mosaic")[0].job.cluster.device
-    true = replace(device, efficiency=replace(device.efficiency, gemm=0.9, attention=0.4))
+    true = replace(device, efficiency=replace(device.efficiency, gemm=0.95, attention=0.35))
     some = [r for r in of("mosaic") if r.job.cluster.device == device]
     made = [with_seconds(r, toy(replace(r.job, cluster=replace(r.job.cluster, device=true)))) for r in some]
     before = max(abs(toy(r.job) / r.seconds - 1) for r in made)

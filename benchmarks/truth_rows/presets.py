@@ -16,6 +16,7 @@ from truth_rows.row import Row
 
 PRESETS = Path(greylag.__file__).parent / "presets"
 NOTE = "# Fitted to the rows of benchmarks/truth by `python benchmarks/accuracy.py --fit --write`."
+RUNS = "# Runs of benchmarks/truth, against predictions made without their model."
 FEW = 6
 """Rows below which a kind's spread is that of all kinds of its generation, or of all rows."""
 LEAST = 0.03
@@ -51,7 +52,7 @@ def _evidence(rows: list[Row], apart: dict[str, float], otherwise: float) -> lis
     for (device, kind, dtype), mine in sorted(groups.items()):
         spread = _spread(mine, apart) if len(mine) >= FEW else otherwise
         ranks = max(row.job.strategy.world for row in mine if row.job)
-        lines += ["", "[[evidence]]", f'device = "{device}"', f'kind = "{kind}"', f'dtype = "{dtype}"']
+        lines += ["", RUNS, "[[evidence]]", f'device = "{device}"', f'kind = "{kind}"', f'dtype = "{dtype}"']
         lines += [f"rows = {len(mine)}", f"ranks = {ranks}", f"spread = {spread:.3f}"]
     return lines
 
@@ -70,7 +71,7 @@ def _device(path: Path, found: Fit, device: str) -> None:
 
 
 def _software(path: Path, found: Fit, generation: str, evidence: list[str]) -> None:
-    lines = path.read_text(encoding="utf-8").split("[[evidence]]")[0].rstrip().splitlines()
+    lines = path.read_text(encoding="utf-8").split(RUNS)[0].rstrip().splitlines()
     kept = [line for line in lines if line != NOTE and not line.startswith(tuple(f"{n} =" for n in SOFTWARE))]
     while kept and not kept[-1]:
         kept.pop()

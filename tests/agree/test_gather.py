@@ -136,7 +136,7 @@ def test_bf16(ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("precision", "table", "forms"), [
     ("fp8-block128", {}, {"wqkv": "fp8", "w_down": "fp8"}),
     ("fp8-block128", {"smooth_swiglu": True}, {"wqkv": "fp8", "w_down": "fp32"}),
-    ("fp8-block128", {"high": "bf16", "first_layers_high": 4}, {"wqkv": "bf16", "w_down": "bf16"}),
+    ("fp8-block128", {"high": "bf16", "first_layers_high": 3}, {"wqkv": "bf16", "w_down": "bf16"}),
     ("fp8-block128", {"overrides": [{"match": "*.wqkv", "gemms": ["input-gradient"]}]}, {"wqkv": "fp32"}),
     ("fp8-block128", {"overrides": [{"match": "*.wqkv", "gemms": ["weight-gradient"]}]}, {"wqkv": "fp8"}),
     ("fp8-row", {}, {"wqkv": "fp32"}),
@@ -153,7 +153,7 @@ def test_what_may_travel_as_codes(precision: str, table: dict, forms: dict[str, 
         assert len(faults) == 1
         assert "precision.parameter_gather: fp8 has no effect" in faults[0]
     else:
-        assert not faults or p.first_layers_high == job.model.num_layers
+        assert not faults
 
 
 def run(rank: int, world: int, job: Job, folder: str) -> None:
