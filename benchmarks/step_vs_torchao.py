@@ -62,15 +62,27 @@ def ours(precision: str) -> Transformer:
     return model
 
 
+class Plain(nn.Module):
+    """A torch.nn.Linear with the weight of ours where the model expects one of ours."""
+
+    def __init__(self, one: Linear) -> None:
+        super().__init__()
+        self.linear = nn.Linear(one.in_features, one.out_features, bias=one.bias is not None)
+        self.linear.weight = one.weight
+        self.quantizer = one.quantizer
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
 def plain() -> Transformer:
     """The same network with torch.nn.Linear in the place of each of ours."""
     model = ours("fp32")
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, Linear):
-                linear = nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
-                linear.weight = child.weight
-                setattr(module, name, linear)
+                setattr(module, name, Plain(child))
     return model
 
 
