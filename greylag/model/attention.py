@@ -72,7 +72,7 @@ def attend(
     if form is None:
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=H != k.shape[1])
         return o.transpose(1, 2)[..., :V].reshape(B, S, H * V), None
-    o_BSD, kept = _Core.apply(q, k, v, scale, V, form)  # type: ignore[no-untyped-call]
+    o_BSD, kept = _Core.apply(q, k, v, scale, V, form)
     if quantizer and quantizer.watcher:
         quantizer.watcher.kept("attention output", kept)
     return o_BSD, kept

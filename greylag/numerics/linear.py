@@ -145,5 +145,5 @@ def grouped_linear(
     only shape and dtype are read.
     """
     assert ready is None or kept
-    y: Tensor = _Linear.apply(x_PK, w_ENK, quantizer, segments, kept, smooth_EK, ready)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x_PK, w_ENK, quantizer, segments, kept, smooth_EK, ready)
     return y

@@ -58,7 +58,7 @@ def swiglu(x: Tensor, kept: Kept | None = None) -> Tensor:
 
     `kept` is how `x` is kept for backward; itself, if None.
     """
-    y: Tensor = _SwiGLU.apply(x, kept, True)  # type: ignore[no-untyped-call]
+    y: Tensor = _SwiGLU.apply(x, kept, True)
     return y
 
 
@@ -78,7 +78,7 @@ def gated(
         y_PF = swiglu(x_P2F, cache)
         factors_EF = smooth_factors(y_PF, segments) if smooth else None
         return y_PF, _recomputed(cache, factors_EF, segments) if cache else None, factors_EF, None
-    y_PF = _SwiGLU.apply(x_P2F, cache, False)  # type: ignore[no-untyped-call]
+    y_PF = _SwiGLU.apply(x_P2F, cache, False)
     factors_EF = _factors(kernels("swiglu").swiglu_amax(x_P2F, segments)) if smooth else None
     ready, kept = _operand(x_P2F, factors_EF, segments, quantizer, form is None)
     return y_PF, _recomputed(cache, factors_EF, segments) if cache else kept, factors_EF, ready

@@ -55,15 +55,15 @@ class AllToAll:
 
     def own(self, w_ENK: Tensor) -> Tensor:
         """The weights of this rank's experts. Their gradient is a mean over ranks, as that of every weight."""
-        own: Tensor = _Own.apply(w_ENK, self.ranks)  # type: ignore[no-untyped-call]
+        own: Tensor = _Own.apply(w_ENK, self.ranks)
         return own
 
     def visit(self, x_TD: Tensor, chosen_TA: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """What the chosen experts make of each token: (T, A, D). All ranks call this together."""
         route = plan(chosen_TA, self.ranks, self.num_experts)
-        x_RD, marks_RN = _Dispatch.apply(x_TD, route, self)  # type: ignore[no-untyped-call]
+        x_RD, marks_RN = _Dispatch.apply(x_TD, route, self)
         row_C, expert_C = marks_RN.nonzero().unbind(1)
-        y_TAD: Tensor = _Combine.apply(compute(x_RD, row_C, expert_C), route, self)  # type: ignore[no-untyped-call]
+        y_TAD: Tensor = _Combine.apply(compute(x_RD, row_C, expert_C), route, self)
         return y_TAD
 
     def __str__(self) -> str:

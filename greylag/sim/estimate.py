@@ -6,7 +6,7 @@ degree of the strategy but pp and vp, the sequence and the global batch may be n
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 
@@ -14,10 +14,9 @@ from greylag.sim.layer import PASSES, LayerTime, Pass, embedding_time, head_time
 from greylag.sim.links import Links
 from greylag.sim.operators import Operators, Size
 from greylag.sim.span import span
-from greylag.spec.holdings import chunk_weights, chunks, on_rank, stage_sizes, state_shards
+from greylag.spec.holdings import chunk_weights, chunks, on_rank, stage_sizes, stages_of, state_shards
 from greylag.spec.job import Job
-from greylag.spec.model import Model
-from greylag.spec.precision import BYTES, Precision
+from greylag.spec.precision import BYTES
 from greylag.spec.work import kinds_of_layers
 
 ADAMW_BYTES = 34.0
@@ -68,7 +67,7 @@ class LayerTimes:
 def layer_times(job: Job) -> LayerTimes:
     """What the layers of a job take. Raises SpecError where a figure of the cluster is missing."""
     operators, links = Operators(job.cluster, job.software), Links(job.cluster)
-    kinds = dict.fromkeys(_kinds(job.model, job.precision))
+    kinds = dict.fromkeys(kinds_of_layers(job.model, job.precision))
     layers = {kind: layer_time(job, kind, operators, links) for kind in kinds}
     return LayerTimes(layers, embedding_time(job, operators, links), head_time(job, operators, links))
 
@@ -84,34 +83,27 @@ def estimate(job: Job, layers: LayerTimes | None = None) -> Estimate:
     transfer = _transfer(job, links)
     if s.pp > 1 and "pp" not in s.overlap:
         # Without overlap a stage stands still while it sends: once forward, once backward.
-        stages = {"forward": stages["forward"] + transfer[:, None], **_rest(stages, transfer)}
+        stages = stages | {p: stages[p] + transfer[:, None] for p in ("forward", "input_gradient")}
     waiting = transfer * (job.software.exposed if "pp" in s.overlap else 1.0)
     forward, dgrad, wgrad = (stages[p] for p in PASSES)
     length = span(s.schedule, s.pp, s.vp, m, forward, dgrad, wgrad, waiting)
     busiest, forward, busy = _busiest(job, stages)
     forward = m * forward
     backward = m * busy - forward
-    phases = {"forward": forward, "backward": backward, "optimizer": _optimizer(job, operators, links)}
-    dp = _data_parallel(job, links, forward, backward)
-    phases["reduce"] = dp
-    phases["other"] = np.maximum(0.0, length - m * busy)
+    gathering, scattering = _data_parallel(job, links, forward, backward)
+    dp, is_whole = gathering + scattering, np.equal(s.zero, 0)
+    phases = {
+        "forward": forward + np.where(is_whole, 0.0, gathering),
+        "backward": backward + np.where(is_whole, 0.0, scattering),
+        "reduce": np.where(is_whole, dp, 0.0),
+        "optimizer": _optimizer(job, operators, links),
+        "other": np.maximum(0.0, length - m * busy),
+    }
     causes = {name: _share(job) * m * seconds for name, seconds in _causes(job, times, busiest).items()}
     if s.pp > 1 and "pp" not in s.overlap:
         causes["pp"] = _share(job) * m * 2 * len(busiest) * transfer
     causes |= {"bubble": phases["other"], "dp": dp, "optimizer": phases["optimizer"]}
     return Estimate(phases, causes, stages, transfer)
-
-
-def _rest(stages: dict[Pass, Size], transfer: Size) -> dict[Pass, Size]:
-    return {
-        "input_gradient": stages["input_gradient"] + transfer[:, None],
-        "weight_gradient": stages["weight_gradient"],
-    }
-
-
-@lru_cache(maxsize=64)
-def _kinds(model: Model, precision: Precision) -> tuple[int, ...]:
-    return tuple(kinds_of_layers(model, precision))
 
 
 StageTimes = list[list[tuple[int, LayerTime]]]
@@ -120,7 +112,7 @@ StageTimes = list[list[tuple[int, LayerTime]]]
 
 def _stages(job: Job, known: LayerTimes) -> tuple[dict[Pass, Size], StageTimes]:
     """Seconds of each stage by pass, (candidates, stages), recompute as input gradient; and what they are made of."""
-    kinds, alike, ends = _kinds(job.model, job.precision), known.layers, (known.embedding, known.head)
+    kinds, alike, ends = kinds_of_layers(job.model, job.precision), known.layers, (known.embedding, known.head)
     sizes, first, times = stage_sizes(job.model, job.strategy), 0, []
     for number, size in enumerate(sizes):
         mine = kinds[first : first + size]
@@ -168,7 +160,7 @@ def _busiest(job: Job, stages: dict[Pass, Size]) -> tuple[list[int], Size, Size]
     """The stages of the rank that computes longest for the first candidate; of each candidate's own busiest rank the
     seconds of forward, and of the whole, per micro-batch."""
     s = job.strategy
-    mine = np.array([_stages_of(job, rank) for rank in range(s.pp)])
+    mine = np.array([stages_of(s, rank) for rank in range(s.pp)])
     whole = sum(stages[p] for p in PASSES)[:, mine].sum(axis=2)
     most = whole.argmax(axis=1)
     forward = stages["forward"][np.arange(len(most))[:, None], mine[most]].sum(axis=1)
@@ -178,15 +170,6 @@ def _busiest(job: Job, stages: dict[Pass, Size]) -> tuple[list[int], Size, Size]
 def _share(job: Job) -> float:
     """Of the micro-batches, those that a stage sees: of DualPipe's two directions each brings half."""
     return 0.5 if job.strategy.pp > 1 and job.strategy.schedule == "dualpipe" else 1.0
-
-
-def _stages_of(job: Job, rank: int) -> list[int]:
-    s = job.strategy
-    if s.pp > 1 and s.schedule in ("zb-v", "dualpipe-v"):
-        return [rank, s.num_stages - 1 - rank]
-    if s.pp > 1 and s.schedule == "dualpipe":
-        return [rank, s.pp - 1 - rank]
-    return [rank + s.pp * n for n in range(s.vp)]
 
 
 def _causes(job: Job, times: StageTimes, busiest: list[int]) -> dict[str, Size]:
@@ -212,11 +195,12 @@ def _transfer(job: Job, links: Links) -> Size:
     return np.atleast_1d(links.send(size, s.data_parallel * s.cp * s.tp))
 
 
-def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> Size:
-    """Seconds that the gathering of parameters and the reduction of gradients show.
+def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> tuple[Size, Size]:
+    """Seconds that data parallelism shows in forward and in backward: parameters gathered, gradients reduced.
 
     At ZeRO-3 each micro-batch gathers twice and scatters once, a layer ahead of compute; otherwise gradients are
-    reduced beside the last micro-batch's backward, and parameters gathered beside the first one's forward.
+    reduced beside the last micro-batch's backward, and parameters gathered beside the first one's forward. At ZeRO-0
+    the two are the halves of an all-reduce. What leads into the first layer and out of the last nothing can hide.
     """
     s, m, exposed = job.strategy, job.num_micro_batches, job.software.exposed
     gather, scatter, layers = 0.0, 0.0, max(1, job.model.num_layers // s.pp)
@@ -224,13 +208,12 @@ def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> Siz
     for gathered, scattered, ranks, stride in shard_traffic(job):
         gather = gather + links.gather(gathered, ranks, stride, calls)
         scatter = scatter + links.gather(scattered, ranks, stride, calls)
+    times, again = np.where(s.zero == 3, m, 1), scatter + np.where(s.zero == 3, gather, 0.0)
     if "dp" not in s.overlap:
-        return (gather + scatter) + np.where(s.zero == 3, (m - 1) * (2 * gather + scatter) + gather, 0.0)
-    f, b = forward / m, backward / m
-    once = np.maximum(gather - f, exposed * gather) + np.maximum(scatter - b, exposed * scatter)
-    ends = (gather + scatter) / layers
-    each = np.maximum(gather - f, exposed * gather) + np.maximum(gather + scatter - b, exposed * (gather + scatter))
-    return np.where(s.zero == 3, m * each, once) + ends
+        return times * gather, times * again
+    shown_forward = np.maximum(gather - forward / m, exposed * gather)
+    shown_backward = np.maximum(again - backward / m, exposed * again)
+    return times * shown_forward + gather / layers, times * shown_backward + scatter / layers
 
 
 def shard_traffic(job: Job) -> Iterator[tuple[Size, Size, Size, Size]]:

@@ -3,8 +3,7 @@
 GEMMs take their shapes from `spec.work` and their dtypes from the job's recipes. Elementwise kernels are counted by the
 bytes that fused layers read and write, those of an unfused attention over its scores. Communication inside a layer is
 what its axes cost, less what hides behind the GEMMs beside it. Where a framework launches kernels slower than the
-device runs them, the host sets the pace.
-Degrees, sequence and batch may be numpy arrays.
+device runs them, the host sets the pace. Degrees, sequence and batch may be numpy arrays.
 """
 
 from collections.abc import Iterator
@@ -138,8 +137,11 @@ def _unfused(time: LayerTime, job: Job, tokens: Size, operators: Operators) -> S
 
 
 def _gemms(time: LayerTime, operators: Operators, gemms: list[Gemm], dtypes: list[tuple[str, ...]]) -> None:
-    """All GEMMs of a layer in the three passes, priced at once. The host launches a grouped one expert by expert
-    (TransformerEngine, GroupedLinear: one cuBLAS call each, on a few streams)."""
+    """All GEMMs of a layer in the three passes, priced at once.
+
+    The host launches a grouped one expert by expert (TransformerEngine, GroupedLinear: one cuBLAS call each, on a few
+    streams).
+    """
     shapes = [(g.m, g.n, g.k, g.times) for g in gemms] + [(g.m, g.k, g.n, g.times) for g in gemms]
     shapes += [(g.n, g.k, g.m, g.times) for g in gemms]
     m, n, k, times = _columns(shapes)
@@ -290,10 +292,10 @@ def head_time(job: Job, operators: Operators, links: Links) -> LayerTime:
     if np.any(s.tp > 1):
         size = tokens * model.hidden_size * BYTES[job.precision.high]
         if s.sequence_parallel:
-            time.add("forward", "tp", links.gather(size, s.tp), 1 * (s.tp > 1))
-            time.add("input_gradient", "tp", links.gather(size, s.tp), 1 * (s.tp > 1))
+            time.add("forward", "tp", links.gather(size, s.tp), (s.tp > 1))
+            time.add("input_gradient", "tp", links.gather(size, s.tp), (s.tp > 1))
         else:
-            time.add("input_gradient", "tp", links.reduce(size, s.tp) * job.software.exposed, 1 * (s.tp > 1))
+            time.add("input_gradient", "tp", links.reduce(size, s.tp) * job.software.exposed, (s.tp > 1))
     return time.paced(operators.software.launch)
 
 
@@ -304,8 +306,8 @@ def embedding_time(job: Job, operators: Operators, links: Links) -> LayerTime:
     time.add("forward", "elementwise", operators.move(2 * size / s.sequence_cut, 2), 2)
     time.add("weight_gradient", "elementwise", operators.move(3 * size / s.sequence_cut, 2), 2)
     if np.any(s.tp > 1) and not s.sequence_parallel:
-        time.add("forward", "tp", links.reduce(size, s.tp), 1 * (s.tp > 1))
+        time.add("forward", "tp", links.reduce(size, s.tp), (s.tp > 1))
     elif np.any(s.tp > 1):
-        time.add("forward", "tp", links.gather(size, s.tp), 1 * (s.tp > 1))
-        time.add("weight_gradient", "tp", links.gather(size, s.tp), 1 * (s.tp > 1))
+        time.add("forward", "tp", links.gather(size, s.tp), (s.tp > 1))
+        time.add("weight_gradient", "tp", links.gather(size, s.tp), (s.tp > 1))
     return time

@@ -95,7 +95,7 @@ def memory(job: Job) -> Memory:
 def fullest(job: Job, layers: Layers | None = None) -> Memory:
     """As `memory`, but only of stages that can be the fullest. This is what a search asks for.
 
-    Of stages with the same layers the earliest stands for all: no later one has more in flight. `layers` spares
+    Of ranks with the same layers the earliest stands for all, or it and the last one. `layers` spares
     counting what `Layers.of` gives for the same job in another schedule, layout or kind of recompute.
     """
     s = job.strategy
@@ -106,18 +106,23 @@ def fullest(job: Job, layers: Layers | None = None) -> Memory:
 
 @lru_cache(maxsize=4096)
 def _distinct(model: Model, precision: Precision, plan: Strategy) -> tuple[int, ...]:
-    """The first of the ranks with the same kinds of layers."""
+    """The first of the ranks with the same kinds of layers, and of those with several stages the last as well.
+
+    The last holds more of the stages that the first holds few of (folded and bidirectional schedules).
+    """
     kinds = layer_kinds(model, precision)
     number = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
-    alike: dict[object, int] = {}
+    first: dict[object, int] = {}
+    last: dict[object, int] = {}
     for rank in range(plan.pp):
         held = chunks(model, plan, rank)
         counts = [
             sorted((number[kind], count) for kind, count in count_kinds(model, precision, c).items()) for c in held
         ]
         key = tuple((tuple(n), c.has_embedding, c.has_head) for n, c in zip(counts, held, strict=True))
-        alike.setdefault(key, rank)
-    return tuple(alike.values())
+        first.setdefault(key, rank)
+        last[key] = rank if len(held) > 1 else first[key]
+    return tuple(sorted({*first.values(), *last.values()}))
 
 
 def predict_memory(job: Job) -> dict[str, float]:

@@ -13,6 +13,7 @@ from greylag.sim.trust import trust
 from greylag.spec import Job, SpecError, Step
 from greylag.spec.cluster import Calibration
 from greylag.spec.messages import model_parallel_messages
+from greylag.spec.own import unknown_settings
 from greylag.spec.step import PHASES
 from greylag.spec.work import step_flops
 
@@ -20,8 +21,12 @@ from greylag.spec.work import step_flops
 def predict(job: Job, calibration: Calibration | None = None) -> Step:
     """The predicted Step of a job. `calibration` is the machine's, for a `local` cluster.
 
-    Raises SpecError if the cluster lacks a figure that it needs.
+    Raises SpecError if the cluster lacks a figure that it needs, and for settings that would have no effect: those that
+    Greylag's own trainer does not know, where it is the one that flies.
     """
+    if job.software.activations == "autograd":
+        for unknown in unknown_settings(job):
+            raise SpecError(f"{job.name}: {unknown}")
     causes: dict[str, float] = {}
     interval: tuple[float, float] | None = None
     remarks: tuple[str, ...] = ()
@@ -39,7 +44,8 @@ def predict(job: Job, calibration: Calibration | None = None) -> Step:
         seconds = dict.fromkeys(PHASES, 0.0) | {phase: _one(x) for phase, x in found.phases.items()}
         causes = {cause: _one(x) for cause, x in found.causes.items() if np.any(x)}
         wire = _sent(job)
-        interval, remarks = trust(job).interval(sum(seconds.values())), trust(job).remarks
+        trusted = trust(job)
+        interval, remarks = trusted.interval(sum(seconds.values())), trusted.remarks
     return Step(
         source="predicted",
         seconds=seconds,

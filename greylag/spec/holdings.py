@@ -89,24 +89,28 @@ def stage_sizes(model: Model, strategy: Strategy) -> list[int]:
     return list(strategy.stage_layers) or even
 
 
-def chunks(model: Model, strategy: Strategy, rank: int) -> tuple[Chunk, ...]:
-    """What the rank at place `rank` of the pipeline runs, in the model's order for the first direction.
+def stages_of(strategy: Strategy, rank: int) -> list[int]:
+    """The stages that the rank at place `rank` of the pipeline runs, in the model's order for the first direction.
 
-    Layers are spread as evenly as it goes, the earlier stages taking one more, unless `stage_layers` says otherwise.
     An interleaved rank takes every pp-th stage (arXiv 2104.04473, section 2.2), the folded schedules (`zb-v`,
     `dualpipe-v`) one from each end, and `dualpipe` the stages at its own place and at the mirrored one, which is why
     it holds its parameters twice (arXiv 2412.19437, table 2).
     """
-    s, sizes = strategy, stage_sizes(model, strategy)
-    stages = len(sizes)
-    starts = [0, *itertools.accumulate(sizes)]
+    s = strategy
     if s.pp > 1 and s.schedule in ("zb-v", "dualpipe-v"):
-        mine = [rank, stages - 1 - rank]
-    elif s.pp > 1 and s.schedule == "dualpipe":
-        mine = [rank, s.pp - 1 - rank]
-    else:
-        mine = [rank + s.pp * n for n in range(s.vp)]
-    return tuple(Chunk(tuple(range(starts[n], starts[n] + sizes[n])), n == 0, n == stages - 1) for n in mine)
+        return [rank, s.num_stages - 1 - rank]
+    if s.pp > 1 and s.schedule == "dualpipe":
+        return [rank, s.pp - 1 - rank]
+    return [rank + s.pp * n for n in range(s.vp)]
+
+
+def chunks(model: Model, strategy: Strategy, rank: int) -> tuple[Chunk, ...]:
+    """What the rank at place `rank` of the pipeline runs, in the order of `stages_of`."""
+    sizes = stage_sizes(model, strategy)
+    starts, last = [0, *itertools.accumulate(sizes)], len(sizes) - 1
+    return tuple(
+        Chunk(tuple(range(starts[n], starts[n] + sizes[n])), n == 0, n == last) for n in stages_of(strategy, rank)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -291,6 +291,8 @@ def _pipeline(job: Job) -> Iterator[Finding]:
         yield error("strategy.stage_layers", f"{sum(s.stage_layers)} layers of {layers}", "make them add up")
     if s.schedule == "dualpipe" and s.pp % 2:
         yield error("strategy.pp", f"{s.pp} is odd: dualpipe runs from both ends", "choose an even pp")
+    elif s.schedule == "dualpipe" and min(s.micro_batch, s.data_parallel) > 0 and job.num_micro_batches == 1:
+        yield error("global_batch", "one micro-batch: dualpipe feeds one in at each end", "take two or more a rank")
 
 
 def _recompute(job: Job) -> Iterator[Finding]:

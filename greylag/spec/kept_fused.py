@@ -16,7 +16,7 @@ from greylag.spec.parts import layer_parts
 from greylag.spec.precision import BYTES, Gemms, Precision, Recipe
 from greylag.spec.software import Software
 from greylag.spec.strategy import RecomputeModule, Strategy
-from greylag.spec.work import layer_recipes
+from greylag.spec.work import kinds_of_layers, layer_recipes
 
 Module = Literal["input"] | RecomputeModule
 
@@ -44,17 +44,13 @@ class Term(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def layer_kinds(model: Model, precision: Precision) -> tuple[Layer, ...]:
     """The kind of each layer; equal kinds are one object."""
-    differ = precision.overrides or precision.first_layers_high or precision.last_layers_high
-    of: dict[object, Layer] = {}
-    kinds = []
-    for layer in range(model.num_layers):
-        is_moe = model.is_moe_layer(layer)
-        key = (is_moe, layer if differ else 0)
-        if key not in of:
-            kind = Layer(is_moe, tuple(layer_recipes(model, precision, layer).items()))
-            of[key] = next((known for known in of.values() if known == kind), kind)
-        kinds.append(of[key])
-    return tuple(kinds)
+    numbers = kinds_of_layers(model, precision)
+    known: dict[Layer, Layer] = {}  # layers that differ in their window alone are alike here
+    of = {}
+    for first in dict.fromkeys(numbers):
+        kind = Layer(model.is_moe_layer(first), tuple(layer_recipes(model, precision, first).items()))
+        of[first] = known.setdefault(kind, kind)
+    return tuple(of[number] for number in numbers)
 
 
 def code_bytes(recipe: Recipe, role: Literal["input", "weight"], orientations: int = 1) -> float:
@@ -150,7 +146,7 @@ def _core(model: Model, kind: Layer, tokens: Number, s: Strategy, soft: Software
     terms = [Term("attention output", "input", out * b)]
     if kind.recipe("attention.wo").input.is_scaled:
         terms.append(_read("projection input", "input", kind, "attention.wo", out))
-    if soft.attention == "flash":
+    if soft.attention != "unfused":
         return [*terms, Term("attention statistics", "attention", tokens * H * 4)]
     return terms  # `probabilities` needs the sequence's length
 

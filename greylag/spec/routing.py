@@ -35,17 +35,16 @@ def ranks_reached(moe: MoE, ep: int) -> float:
 
 
 def copies_to_nodes(moe: MoE, nodes: Any) -> Any:
-    """Of a token's choices on other nodes, how many copies leave for each, where a node's ranks share one; an array
-    of numbers of nodes gives one for each.
+    """Copies of a token that travel to other nodes, where a node's ranks share one, over its choices there.
+
+    `nodes` may be an array. 1 on one node, and where nodes do not share the experts evenly.
     """
     known = {n: _copies(moe, n) for n in {int(n) for n in np.ravel(nodes)}}
     return np.vectorize(lambda n: known[int(n)], otypes=[float])(nodes)
 
 
 def _copies(moe: MoE, nodes: int) -> float:
-    if nodes < 2 or moe.num_experts % nodes:
-        return 1.0
-    return ranks_reached(moe, nodes) * (nodes - 1) / nodes / (moe.top_k * (nodes - 1) / nodes)
+    return 1.0 if nodes < 2 or moe.num_experts % nodes else ranks_reached(moe, nodes) / moe.top_k
 
 
 def row_bytes(precision: Precision, width: int) -> float:

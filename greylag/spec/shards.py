@@ -1,7 +1,6 @@
 """Shards: what of the weights, and of the optimizer's state, one rank holds, and in what portions it is gathered."""
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
 
 from greylag.spec.job import Job
 from greylag.spec.model import Model
@@ -27,27 +26,6 @@ def shards_of(part: Part, strategy: Strategy) -> int:
     """Over how many ranks the state of a weight is sharded: those that hold the same elements, inside a replica."""
     s = strategy
     return max(1, s.shards * s.cp * s.tp // s.ep) if part.role == "expert" and s.ep > 1 else s.shards * s.cp
-
-
-class Parameters(NamedTuple):
-    """Numbers of parameters by how they are cut: over tp, over nothing, and over ep and the experts' tp."""
-
-    cut: int
-    whole: int
-    experts: int
-
-    def held(self, s: Strategy) -> float:
-        """What a rank works with."""
-        return self.cut / s.tp + self.whole + self.experts / (s.ep * s.expert_tp)
-
-
-def parameters_of(some: Iterable[Part]) -> Parameters:
-    """Parameters of some weights."""
-    sizes = {"cut": 0, "whole": 0, "experts": 0}
-    for part in some:
-        if not part.is_buffer:
-            sizes["experts" if part.role == "expert" else "whole" if part.tp is None else "cut"] += part.size
-    return Parameters(**sizes)
 
 
 def unit_bytes(unit: list[Part], strategy: Strategy, width: Callable[[Part], float] | None = None) -> dict[int, float]:

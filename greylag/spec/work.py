@@ -6,6 +6,7 @@ Everything is plain arithmetic on the degrees. GEMM and attention counts are hel
 `shards` (weights and their state) and `kept` (activations).
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -110,7 +111,8 @@ def distinct_layers(model: Model, precision: Precision | None = None) -> list[tu
     return [(layer, kinds.count(layer)) for layer in dict.fromkeys(kinds)]
 
 
-def kinds_of_layers(model: Model, precision: Precision | None = None) -> list[int]:
+@functools.lru_cache(maxsize=64)
+def kinds_of_layers(model: Model, precision: Precision | None = None) -> tuple[int, ...]:
     """For each layer the number of the first that is like it: with experts or not, with a window or not, its recipes.
 
     Without a `precision` all are taken to follow one recipe.
@@ -121,7 +123,7 @@ def kinds_of_layers(model: Model, precision: Precision | None = None) -> list[in
     for layer in range(model.num_layers):
         recipes = tuple(layer_recipes(model, precision, layer).values()) if precision and differ else ()
         kinds.append(first.setdefault((model.is_moe_layer(layer), model.has_window(layer), recipes), layer))
-    return kinds
+    return tuple(kinds)
 
 
 def layer_recipes(model: Model, precision: Precision, layer: int) -> dict[str, Gemms]:

@@ -9,6 +9,7 @@ from greylag.model import Transformer
 from greylag.numerics import Quantizer
 from greylag.parallel import AllToAll, World, shard, spread
 from greylag.spec import Job, SpecError
+from greylag.spec.own import unknown_settings
 from greylag.spec.parts import parts
 from greylag.train.data import Corpus, find_files, require_text
 from greylag.train.device import device_faults
@@ -49,7 +50,9 @@ def refuse(job: Job) -> None:
     for axis in ("pp", "cp", "tp"):
         if getattr(s, axis) > 1:
             faults.append(f"strategy.{axis}: {getattr(s, axis)}: training knows only dp and ep so far; set {axis} = 1")
-    faults += _unknown_to_training(job)
+    if job.software.name != "greylag":
+        faults.append(f"software.name: {job.software.name!r} is simulated alone; leave it 'greylag' to train")
+    faults += map(str, unknown_settings(job))
     if s.ep not in (1, s.shards):
         faults.append(
             f"strategy.ep: {s.ep}: training spreads experts over all {s.shards} dp ranks of a replica or over none; "
@@ -66,26 +69,6 @@ def refuse(job: Job) -> None:
     require_text(job.run.data, job.sequence, held_out + 1)
     if job.run.validation:
         require_text(job.run.validation, job.sequence, job.validation_sequences, "run.validation")
-
-
-def _unknown_to_training(job: Job) -> list[str]:
-    """Settings that the simulator knows and training does not, yet."""
-    s, model = job.strategy, job.model
-    settings: dict[str, tuple[object, object]] = {
-        "software.name": (job.software.name, "greylag"),
-        "strategy.sequence_parallel": (s.sequence_parallel, True),
-        "strategy.vp": (s.vp, 1), "strategy.etp": (s.etp, None), "strategy.schedule": (s.schedule, "1f1b"),
-        "strategy.overlap": (s.overlap, ("dp",)), "strategy.offload": (s.offload, ()),
-        "strategy.recompute": (s.recompute, "none" if s.recompute == "none" else "full"),
-        "strategy.recompute_layers": (s.recompute_layers, None),
-        "model.window": (model.window, None), "model.num_mtp_layers": (model.num_mtp_layers, 0),
-        "model.activation": (model.activation, "gelu" if model.activation == "gelu" and not model.moe else "swiglu"),
-    }  # fmt: skip
-    return [
-        f"{key}: {value!r}: the simulator alone knows it so far; leave it {known!r}"
-        for key, (value, known) in settings.items()
-        if value != known
-    ]
 
 
 def build(job: Job, world: World) -> Flight:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from greylag.sim.inflight import in_flight
 from greylag.sim.memory import Memory, breakdown, fullest, memory, predict_memory
 from greylag.spec import Job
-from greylag.spec.holdings import chunk_weights, chunks, on_rank
+from greylag.spec.holdings import chunk_weights, chunks, on_rank, stages_of
 from greylag.spec.kept_fused import code_bytes, kept, layer_kinds, probabilities, weight_orientations
 from greylag.spec.load import job_from, load_preset
 from greylag.spec.parts import num_parameters
@@ -99,16 +99,17 @@ def test_in_flight_is_what_the_schedule_runs(schedule: str, vp: int, pp: int, m:
         assert closed <= m * max(vp, 1)
 
 
-def test_interleaved_chunks_are_those_that_ran() -> None:
+@pytest.mark.parametrize(("schedule", "vp"), [("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2), ("dualpipe", 1)])
+def test_chunks_in_flight_are_those_that_ran(schedule: str, vp: int) -> None:
     """How many micro-batches of each chunk a rank holds when it holds the most."""
-    s = Strategy(pp=4, vp=2, schedule="interleaved")
-    for rank, actions in enumerate(order("interleaved", 4, 2, 8)):
+    s, m = Strategy(pp=4, vp=vp, schedule=schedule), 16
+    for rank, actions in enumerate(order(schedule, 4, vp, m)):
         held: Counter[int] = Counter()
         best: Counter[int] = Counter()
         for action in actions:
-            held[action.stage // 4] += 1 if action.kind == "F" else -1
+            held[action.stage] += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
             best = held.copy() if held.total() > best.total() else best
-        assert [best[0], best[1]] == [int(n) for n in in_flight(s, rank, 8)]
+        assert [best[stage] for stage in stages_of(s, rank)] == [int(n) for n in in_flight(s, rank, m)]
 
 
 CANDIDATES = {"tp": [1, 2, 4, 8], "cp": [1, 2], "micro_batch": [1, 2], "zero": [0, 1, 2, 3], "dp": [8, 16]}

@@ -48,6 +48,7 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"strategy": {"dp": 1, "pp": 2, "stage_layers": [1, 2, 1]}}, "strategy.stage_layers"),
     ({"strategy": {"dp": 1, "pp": 2, "stage_layers": [9, 9]}}, "strategy.stage_layers"),
     ({"strategy": {"dp": 1, "pp": 3, "schedule": "dualpipe"}, "cluster": "local-3x1"}, "strategy.pp"),
+    ({"strategy": {"dp": 1, "pp": 2, "schedule": "dualpipe"}, "global_batch": 1}, "global_batch"),
     ({"strategy": {"recompute": "selective"}}, "strategy.recompute_modules"),
     ({"strategy": {"recompute_modules": ["norm"]}}, "strategy.recompute_modules"),
     ({"strategy": {"recompute_layers": 1}}, "strategy.recompute_layers"),
