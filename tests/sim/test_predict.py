@@ -56,6 +56,33 @@ def test_more_sharding_needs_less_memory_and_more_wire() -> None:
     assert steps[3].wire_bytes > steps[1].wire_bytes
 
 
+@pytest.mark.parametrize(
+    ("strategy", "key"),
+    [
+        ({"pp": 2, "schedule": "zb-h1"}, "strategy.schedule"),
+        ({"overlap": ["dp", "tp"]}, "strategy.overlap"),
+        ({"recompute": "selective", "recompute_modules": ["norm"]}, "strategy.recompute"),
+        ({"offload": ["optimizer"]}, "strategy.offload"),
+    ],
+)
+def test_what_our_trainer_does_not_know_is_refused_where_it_flies(strategy: dict, key: str) -> None:
+    with pytest.raises(SpecError, match=rf"{key}: .* trainer does not know it yet"):
+        predict(job(strategy={"tp": 2, **strategy}))
+    assert predict(job(strategy={"tp": 2, **strategy}, software="megatron-core-2025")).total_seconds > 0
+
+
+def test_gathers_show_in_forward_and_scatters_in_backward() -> None:
+    hidden, shown = (
+        predict(job(software="megatron-core-2025", strategy={"tp": 2, "overlap": overlap})).seconds
+        for overlap in (["dp"], [])
+    )
+    assert shown["forward"] > hidden["forward"]
+    assert shown["backward"] > hidden["backward"]
+    assert shown["reduce"] == 0
+    whole = predict(job(software="megatron-core-2025", strategy={"tp": 2, "zero": 0})).seconds
+    assert whole["reduce"] > 0
+
+
 def test_what_is_not_public_is_named() -> None:
     with pytest.raises(SpecError, match=r"mtt-s5000.*public"):
         predict(job("mtt-s5000-8x16", precision="bf16"))
