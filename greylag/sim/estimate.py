@@ -213,7 +213,10 @@ def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> tup
         return times * gather, times * again
     shown_forward = np.maximum(gather - forward / m, exposed * gather)
     shown_backward = np.maximum(again - backward / m, exposed * again)
-    return times * shown_forward + gather / layers, times * shown_backward + scatter / layers
+    return (
+        np.minimum(times * gather, times * shown_forward + gather / layers),
+        np.minimum(times * again, times * shown_backward + scatter / layers),
+    )
 
 
 def shard_traffic(job: Job) -> Iterator[tuple[Size, Size, Size, Size]]:

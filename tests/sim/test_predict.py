@@ -73,14 +73,24 @@ def test_what_our_trainer_does_not_know_is_refused_where_it_flies(strategy: dict
 
 def test_gathers_show_in_forward_and_scatters_in_backward() -> None:
     hidden, shown = (
-        predict(job(software="megatron-core-2025", strategy={"tp": 2, "overlap": overlap})).seconds
+        predict(job(software="megatron-bridge-26.06", strategy={"tp": 2, "overlap": overlap})).seconds
         for overlap in (["dp"], [])
     )
     assert shown["forward"] > hidden["forward"]
     assert shown["backward"] > hidden["backward"]
     assert shown["reduce"] == 0
-    whole = predict(job(software="megatron-core-2025", strategy={"tp": 2, "zero": 0})).seconds
+    whole = predict(job(software="megatron-bridge-26.06", strategy={"tp": 2, "zero": 0})).seconds
     assert whole["reduce"] > 0
+
+
+def test_overlap_never_costs_time() -> None:
+    """Also where next to nothing hides (`exposed` near 1)."""
+    for zero in (0, 1, 3):
+        with_it, without = (
+            predict(job(software="megatron-core-2025", strategy={"tp": 2, "zero": zero, "overlap": overlap}))
+            for overlap in (["dp"], [])
+        )
+        assert with_it.total_seconds <= without.total_seconds
 
 
 def test_what_is_not_public_is_named() -> None:
