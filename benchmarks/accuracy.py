@@ -20,7 +20,7 @@ from rich.console import Console
 from rows import TRUTH, Row, rows
 from truth_rows.fit import as_toml, fit, left_out
 from truth_rows.presets import write
-from truth_rows.score import Prediction, table
+from truth_rows.score import Prediction, schedule_errors, table
 
 from greylag.sim import predict
 from greylag.sim.estimate import estimate
@@ -93,6 +93,9 @@ def main(arguments: list[str]) -> None:
     predictions = [predicted(row) for row in found]
     took = time.perf_counter() - began
     console.print(table(predictions, chosen.by))
+    if errors := schedule_errors(predictions):
+        told = f"{errors.count} of them, {errors.mean:.1%} in the mean, {errors.worst:.1%} at worst"
+        console.print(f"Ratios between schedules of one pipeline: {told}", highlight=False)
     show_missing(console, predictions)
     told = sum(p.step is not None for p in predictions)
     console.print(f"{told} predictions in {took:.1f} s, {1e3 * took / max(told, 1):.1f} ms each", highlight=False)

@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from truth_rows import bridge, dgxc, fsdp, functional, layer, papers, reports, simumax, zero_bubble
-from truth_rows.row import Dialect, Memory, Raw, Row, Untold, family
+from truth_rows.row import Dialect, Memory, Raw, Row, UntoldError, family
 
 from greylag.spec.error import SpecError
 
@@ -55,7 +55,7 @@ def _row(raw: Raw, dialect: Dialect, file: str, models: Raw) -> Row:
     job, why_not = None, ""
     try:
         job = dialect.job(raw, models)
-    except Untold as reason:
+    except UntoldError as reason:
         why_not = str(reason)
     except (KeyError, SpecError) as fault:  # a new kind of row, or a release without a preset
         why_not = f"this dialect does not read it: {type(fault).__name__} {fault}"

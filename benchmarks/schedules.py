@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -45,7 +46,6 @@ MICROSECONDS = {
 }
 """By model and micro-batches: F, I, W and transfer."""
 COLUMNS = ("1f1b", "1f1b-interleaved", "zb-h1", "zb-h2", "zb-2p")
-ALL: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v")
 
 
 def rates(case: str) -> dict[str, float]:
@@ -85,7 +85,7 @@ def speed(pp: int = 16, m: int = 120, candidates: int = 100_000) -> None:
     columns = ("order", "graph", "timeline", "trace", "paths", "spans/s")
     print(f"{'schedule':12}" + "".join(f"{name:>11}" for name in columns))
     rng = np.random.default_rng(0)
-    for schedule in ALL:
+    for schedule in get_args(Schedule):
         vp = CHUNKS.get(schedule, 4)
         f, i, w = rng.uniform(1, 2, (3, candidates, pp * vp))
         shape = (schedule, pp, vp, m)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from greylag.spec import Job, Step
-    from greylag.spec.cluster import Calibration
+    from greylag.spec import Job
 
 app = typer.Typer(
     help="Plan, check, train and land FP8 training runs of large models.",
@@ -39,8 +38,7 @@ def show(job_file: JobFile, overrides: Overrides = None) -> None:
     from greylag.report.show import print_job
     from greylag.sim import predict_memory
 
-    job = _load(job_file, overrides)
-    _require_no_problems(job)
+    job = _load_sound(job_file, overrides)
     print_job(job, predict_memory(job))
 
 
@@ -65,16 +63,15 @@ def simulate(
     from greylag.simulation import Outputs
     from greylag.simulation import simulate as simulate_job
 
-    job = _load(job_file, overrides)
-    _require_no_problems(job)
+    job = _load_sound(job_file, overrides)
     outputs = Outputs(trace, out, ranks, force)
     if not out:
-        return simulate_job(job, _calibration(job), outputs)
+        return simulate_job(job, outputs)
     try:
         from greylag.report.prediction import render_prediction
     except ImportError as error:
         _fail(f"'simulate --out' needs {error.name}: pip install 'greylag[report]'")
-    return simulate_job(job, _calibration(job), outputs, render_prediction)
+    return simulate_job(job, outputs, render_prediction)
 
 
 @app.command()
@@ -105,8 +102,7 @@ def train(
     """
     _require_torch()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler, which measures memory, chats on stderr
-    job = _load(job_file, overrides)
-    _require_no_problems(job)
+    job = _load_sound(job_file, overrides)
     from greylag.train.build import refuse
     from greylag.train.launch import INTERRUPTED, find_place, launch, run_folder, run_rank
 
@@ -242,9 +238,10 @@ def compare(
 
     Names the largest excess by phase and rank, and what would explain it. With the run's own prediction if it has one.
     """
+    from greylag.notebook import predict
     from greylag.report.compare import compare_run
 
-    compare_run(run, _predict, fresh)
+    compare_run(run, predict, fresh)
 
 
 @app.command()
@@ -346,12 +343,12 @@ def _load(job_file: Path, overrides: list[str] | None) -> "Job":
     return load_job(job_file, overrides or [])
 
 
-def _require_no_problems(job: "Job") -> None:
-    from greylag.spec import SpecError
+def _load_sound(job_file: Path, overrides: list[str] | None) -> "Job":
+    from greylag.notebook import require_no_problems
 
-    problems = job.problems()
-    if problems:
-        raise SpecError(f"{job.name}: " + "\n".join(map(str, problems)))
+    job = _load(job_file, overrides)
+    require_no_problems(job)
+    return job
 
 
 def _require_torch() -> None:
@@ -361,27 +358,16 @@ def _require_torch() -> None:
         _fail("this command needs torch: pip install 'greylag[train]'")
 
 
-def _predict(job: "Job") -> "Step":
-    from greylag.sim import predict
-
-    return predict(job, _calibration(job))
-
-
-def _calibration(job: "Job") -> "Calibration | None":
-    from greylag.spec.calibration import load_local
-
-    return load_local() if job.cluster.is_local else None
-
-
 def _write_prediction(job: "Job", folder: Path) -> None:
     """Lay the prediction beside the run, where one can be made."""
     import msgspec
 
+    from greylag.notebook import predict
     from greylag.spec import SpecError
     from greylag.train.folder import write_whole
 
     try:
-        step = _predict(job)
+        step = predict(job)
     except SpecError as error:
         _say(f"no prediction: {error}")
         return
@@ -389,10 +375,11 @@ def _write_prediction(job: "Job", folder: Path) -> None:
 
 
 def _peak_flops(job: "Job") -> float:
+    from greylag.notebook import calibration_of
     from greylag.sim import peak_flops
     from greylag.spec import SpecError
 
     try:
-        return peak_flops(job, _calibration(job))
+        return peak_flops(job, calibration_of(job))
     except SpecError:
         return 0.0

@@ -1,14 +1,15 @@
 """Simulation: what `greylag simulate` puts together, the simulator's results and the report's pictures of them.
 
-It stands beside `cli`, which has no room for it: composition of wings, and the only files that know more than one.
+It stands beside `cli`, which has no room for it; they and `notebook` alone know more than one wing.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from greylag.notebook import calibration_of
 from greylag.report.account import account
-from greylag.report.derived import check_place, place_list, write_derived
+from greylag.report.derived import check_place, write_derived
 from greylag.report.show import print_prediction
 from greylag.sim import predict
 from greylag.sim.memory import CONTEXT, FRAGMENTATION, memory
@@ -16,7 +17,7 @@ from greylag.sim.pipeline import pipeline
 from greylag.sim.remedies import remedies
 from greylag.sim.trace import trace
 from greylag.spec import Job
-from greylag.spec.cluster import Calibration
+from greylag.spec.error import SpecError
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,45 @@ class Outputs:
 
     def checked(self, pp: int) -> list[int]:
         """The places, once all is in order. Raises SpecError for what cannot be written or has no effect."""
-        places = place_list(self.ranks, pp, bool(self.trace or self.page), self.force)
+        if not self.trace and not self.page and (self.ranks is not None or self.force):
+            option = "--force" if self.ranks is None else "--ranks"
+            raise SpecError(f"{option}: nothing is written; give --trace or --out too")
+        places = [] if self.ranks is None else place_list(self.ranks, pp)
         for path, endings in ((self.trace, (".json", ".json.gz")), (self.page, (".html",))):
             if path:
                 check_place(path, self.force, endings)
         return places
 
 
-def simulate(
-    job: Job, calibration: Calibration | None, outputs: Outputs, render: Callable[..., str] | None = None
-) -> None:
+def place_list(text: str, pp: int) -> list[int]:
+    """The places of the pipeline that `0,1,15` or `0-3` names. Raises SpecError if one is none of the `pp` places."""
+    how = "write places in the pipeline as 0,1,15 or 0-3"
+    places: set[int] = set()
+    for part in map(str.strip, text.split(",")):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise SpecError(f"--ranks: {part!r} is no number; {how}")
+        named = range(int(first), int(last or first) + 1)
+        if not named:
+            raise SpecError(f"--ranks: {part!r} names none; {how}")
+        if named[-1] >= pp:
+            raise SpecError(f"--ranks: {max(named[0], pp)} is no place in a pipeline of {pp}; they are 0 to {pp - 1}")
+        places.update(named)
+    return sorted(places)
+
+
+def simulate(job: Job, outputs: Outputs, render: Callable[..., str] | None = None) -> None:
     """Print the prediction of a job without problems, and write what is asked for.
 
     `render` is `report.prediction.render_prediction`, given where a page is asked for: it needs jinja2. Raises
     SpecError before anything is printed.
     """
     places = outputs.checked(job.strategy.pp)
+    calibration = calibration_of(job)
     step = predict(job, calibration)
-    fused = memory(job) if job.software.activations == "fused" else None
+    stages = memory(job).stages if job.software.activations == "fused" else ()
     reserve, outside = (0.0, 0.0) if job.cluster.is_local else (FRAGMENTATION, CONTEXT)
-    held = account(job, step.bytes, fused, reserve, outside)
+    held = account(job, step.bytes, stages, reserve, outside)
     findings = remedies(job)
     drawn = pipeline(job, step) if outputs.trace or outputs.page else None
     print_prediction(job, step, held, findings)

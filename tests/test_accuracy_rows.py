@@ -1,6 +1,7 @@
 """Published runs as Jobs: told faithfully, compared soundly, and unknown to the simulator."""
 
 import ast
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -210,9 +211,21 @@ def test_spearman():
 
 def test_sets_differ_in_strategy_alone():
     timed = [score.Prediction(r, None, "", 1.0) for r in TOLD if r.seconds]
-    for found in score.strategy_sets(timed):
+    sets = score.strategy_sets(timed)
+    assert len(sets) > 10
+    for found in sets:
         assert len({p.row.job.strategy for p in found}) == len(found) >= score.SMALLEST_SET
         assert len({(p.row.job.global_batch, p.row.job.precision, p.row.generation) for p in found}) == 1
+
+
+def test_ratios_of_schedules_are_to_1f1b():
+    """A prediction that is off by one factor has them right; one that takes all schedules for alike has not."""
+    timed = [r for r in of("zero_bubble") if r.seconds]
+    factor = score.schedule_errors([score.Prediction(r, None, "", 2 * r.seconds) for r in timed])
+    alike = score.schedule_errors([score.Prediction(r, None, "", 1.0) for r in timed])
+    assert factor.count == alike.count > 20
+    assert factor.worst == pytest.approx(0)
+    assert alike.mean > 0.05
 
 
 def toy(job):
@@ -222,15 +235,13 @@ def toy(job):
     return work * (1 + job.sequence / 1e5 / device.efficiency.attention)
 
 
-def with_seconds(r, seconds):
-    return row.Row(**{**vars(r), "seconds": seconds})
-
-
 def test_fit_finds_the_constants_that_made_the_times():
     device = of("mosaic")[0].job.cluster.device
     true = replace(device, efficiency=replace(device.efficiency, gemm=0.95, attention=0.35))
     some = [r for r in of("mosaic") if r.job.cluster.device == device]
-    made = [with_seconds(r, toy(replace(r.job, cluster=replace(r.job.cluster, device=true)))) for r in some]
+    made = [
+        dataclasses.replace(r, seconds=toy(replace(r.job, cluster=replace(r.job.cluster, device=true)))) for r in some
+    ]
     before = max(abs(toy(r.job) / r.seconds - 1) for r in made)
     best = fitting.fit(made, toy)
     after = {r.id: toy(best.job(r)) / r.seconds - 1 for r in made}
@@ -245,7 +256,7 @@ def test_model_left_out_does_not_teach():
     """A model whose times are all wrong is predicted by the others, which are right."""
     some = [r for r in of("mosaic") if r.job.cluster.device == of("mosaic")[0].job.cluster.device]
     odd = some[0].family
-    made = [with_seconds(r, toy(r.job) * (3 if r.family == odd else 1)) for r in some]
+    made = [dataclasses.replace(r, seconds=toy(r.job) * (3 if r.family == odd else 1)) for r in some]
     best = fitting.fit(made, toy)
     apart = fitting.left_out(made, best)
     assert all(apart[r.id] == pytest.approx(toy(r.job), rel=0.02) for r in made if r.family == odd)

@@ -21,16 +21,15 @@ from truth_rows.dims import model_of
 from truth_rows.recipes import PRECISIONS, settings_of
 from truth_rows.row import (
     Dialect,
-    Memory,
     Raw,
-    Untold,
+    UntoldError,
     balanced_stages,
-    cluster,
     generation,
     layout_stages,
     make_job,
     overlapped,
     preset,
+    printed,
 )
 
 LLAMA_3_VOCAB = 128256
@@ -40,22 +39,19 @@ _PRESETS = {"bf16": "bf16", "fp8": "fp8-tensor-current", "mxfp8": "mxfp8"}
 
 def _job(raw: Raw, models: Raw) -> Job:
     if raw["task"] != "pretrain":
-        raise Untold(f"task {raw['task']}, not pre-training")
+        raise UntoldError(f"task {raw['task']}, not pre-training")
     if raw["precision"] == "nvfp4":
-        raise Untold("NVFP4: no recipe with scales per 16 elements and Hadamard transforms")
+        raise UntoldError("NVFP4: no recipe with scales per 16 elements and Hadamard transforms")
     model = bridge_model(raw, models)
-    p, b = raw["parallel"], raw["batch"]
-    pp, vp, gpus = p["pp"], p["vp"] or 1, raw["hardware"]["num_gpus"]
+    p = raw["parallel"]
+    pp, vp = p["pp"], p["vp"] or 1
     settings = settings_of(raw, model.num_layers)
     software: Software = preset("software", _generation(raw))
     return make_job(
         raw,
         model=model,
         precision=megatron_precision(_PRESETS[PRECISIONS[raw["precision"]]]),
-        on=cluster(raw["hardware"]["gpu"], gpus),
         software=replace(software, graphs=settings.graphs, dispatch="nodes" if settings.flex else "choices"),
-        sequence=b["seq_len"],
-        global_batch=b["gbs"],
         strategy={
             "dp": p["dp"],
             "tp": p["tp"],
@@ -65,7 +61,7 @@ def _job(raw: Raw, models: Raw) -> Job:
             "ep": (p["ep"] or 1) if model.moe else 1,
             "etp": (p["etp"] or 1) if model.moe and p["tp"] > 1 else None,
             "zero": 3 if settings.fsdp else 1,
-            "micro_batch": b["mbs"],
+            "micro_batch": raw["batch"]["mbs"],
             "stage_layers": _stages(raw, model, pp * vp, settings.layout),
             "overlap": overlapped(
                 ("dp", True),
@@ -113,17 +109,10 @@ def _stages(raw: Raw, model: Model, stages: int, layout: str | None) -> tuple[in
     return balanced_stages(layers, stages)
 
 
-def _seconds(raw: Raw, models: Raw) -> float | None:
-    seconds: float | None = raw["measured"].get("step_time_s_derived")
-    return seconds
-
-
-def _memory(raw: Raw) -> Memory | None:
-    return None
-
-
 def _generation(raw: Raw) -> str:
     return generation("megatron-bridge", raw["release"].split()[-1][:5])
 
 
-DIALECT = Dialect("megatron_bridge", _job, _seconds, _memory, _generation, lambda raw: raw["model"]["ref"])
+DIALECT = Dialect(
+    "megatron_bridge", _job, printed("step_time_s_derived"), _generation, family=lambda raw: raw["model"]["ref"]
+)

@@ -18,19 +18,18 @@ from msgspec.structs import replace
 from greylag.spec.job import Job
 from greylag.spec.model import Model
 from truth_rows.bridge import bridge_model, megatron_precision
-from truth_rows.dims import model_of
+from truth_rows.dims import gpt, model_of
 from truth_rows.row import (
     Dialect,
-    Memory,
     Raw,
-    Untold,
+    UntoldError,
     balanced_stages,
-    cluster,
     generation,
     make_job,
     modules,
     overlapped,
     preset,
+    printed,
 )
 
 _GRAPHS = {("gpt3_175b", "GB200"), ("llama3_8b", "GB200"), ("nemotron4_15b", "GB200"), ("llama4_maverick_400b", "H100")}
@@ -40,20 +39,16 @@ _PRECISIONS = {"bf16": "bf16", "fp8": "fp8-tensor-delayed"}
 
 def _job(raw: Raw, models: Raw) -> Job:
     if raw["task"] != "pretrain":
-        raise Untold(f"task {raw['task']}, not pre-training")
+        raise UntoldError(f"task {raw['task']}, not pre-training")
     model = _model(raw, models)
     is_nemo = raw["software"]["framework"].startswith("NeMo")
     strategy = _nemo(raw, model) if is_nemo else _jax(raw)
     precision = _PRECISIONS[raw["precision"]]
-    b, gpus = raw["batch"], raw["hardware"]["num_gpus"]
     return make_job(
         raw,
         model=model,
         precision=megatron_precision(precision) if is_nemo else precision,
-        on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
         software=replace(preset("software", _generation(raw)), graphs=_has_graphs(raw)),
-        sequence=b["seq_len"],
-        global_batch=b["gbs"],
         strategy=strategy,
     )
 
@@ -64,8 +59,7 @@ def _model(raw: Raw, models: Raw) -> Model:
         # arXiv 2402.16819, section 2: squared ReLU, RoPE, LayerNorm, no biases, untied embeddings.
         return model_of(raw["model"], models, None, 128 * tp, activation="relu2", norm="layernorm")
     if ref == "gpt3_175b":
-        fields: dict[str, Any] = {"norm": "layernorm", "position": "learned", "bias": True, "tied_embeddings": True}
-        return model_of(raw["model"], models, None, 128 * tp, **fields)
+        return gpt(raw["model"], models, None, 128 * tp)
     model = bridge_model(raw, models)
     if ref == "llama4_maverick_400b":
         # config.json of meta-llama/Llama-4-Maverick-17B-128E: intermediate_size 8192 of routed and shared experts,
@@ -84,9 +78,9 @@ nemotron/README.md)."""
 def _nemo(raw: Raw, model: Model) -> dict[str, Any]:
     p, gpus = raw["parallel"], raw["hardware"]["num_gpus"]
     if p["pp"] is None:
-        raise Untold("the source misprints the pipeline degree (PP 41)")
+        raise UntoldError("the source misprints the pipeline degree (PP 41)")
     vp = (p["vp"] or UNPRINTED_VP.get(raw["model"]["ref"], 1)) if p["pp"] > 1 else 1
-    if (model.num_layers + 2) // (p["pp"] * vp) == 0 or model.num_layers < p["pp"] * vp - 2:
+    if model.num_layers + 2 < p["pp"] * vp:
         vp = 1
     tp, cp = p["tp"], p["cp"] or 1
     return {
@@ -135,15 +129,6 @@ def _jax(raw: Raw) -> dict[str, Any]:
     }
 
 
-def _seconds(raw: Raw, models: Raw) -> float | None:
-    seconds: float | None = raw["measured"].get("step_time_s")
-    return seconds
-
-
-def _memory(raw: Raw) -> Memory | None:
-    return None
-
-
 def _generation(raw: Raw) -> str:
     framework = str(raw["software"]["framework"]).split()[0].lower()
     if framework != "nemo":
@@ -152,4 +137,4 @@ def _generation(raw: Raw) -> str:
     return generation("nemo", named[0] if named else raw["software"]["release_tags"][0][1:6])
 
 
-DIALECT = Dialect("dgxc", _job, _seconds, _memory, _generation, lambda raw: raw["model"]["ref"])
+DIALECT = Dialect("dgxc", _job, printed("step_time_s"), _generation, family=lambda raw: raw["model"]["ref"])

@@ -3,8 +3,10 @@
 from typing import Any
 
 from greylag.spec.model import MLA, Model, MoE
-from truth_rows.row import Raw, Untold, padded
+from truth_rows.row import Raw, UntoldError, padded
 
+GPT2_VOCAB = 50257
+"""Where a source trains GPT-like models on GPT-2's tokens."""
 _SAME = {
     "moe_ffn_hidden": "moe_ffn",
     "qk_pos_emb_head_dim": "qk_rope_dim",
@@ -25,19 +27,19 @@ def dims_of(model: Raw, models: Raw) -> Raw:
 def model_of(model: Raw, models: Raw, vocab: int | None = None, vocab_multiple: int = 1, **fields: Any) -> Model:
     """A Model from a row's `model` table. `fields` go over what the table says.
 
-    The vocabulary is padded to `vocab_multiple`. Raises Untold where a dimension is missing or the network is none that
-    a Model says.
+    The vocabulary is padded to `vocab_multiple`. Raises UntoldError where a dimension is missing or the
+    network is none that a Model says.
     """
     d = dims_of(model, models)
     name = str(d.get("name", model.get("ref", "model")))
     if "hybrid" in d or "hybrid_pattern" in d or "mamba" in str(d.get("attention", "")):
-        raise Untold("hybrid of Mamba and attention layers")
+        raise UntoldError("hybrid of Mamba and attention layers")
     if "linear_attention_freq" in d:
-        raise Untold("hybrid of linear and full attention layers")
+        raise UntoldError("hybrid of linear and full attention layers")
     vocab = vocab or d.get("vocab")
     missing = [k for k in ("layers", "hidden", "heads", "ffn_hidden") if not d.get(k)] + ([] if vocab else ["vocab"])
     if missing:
-        raise Untold(f"dimensions not collected: {', '.join(missing)}")
+        raise UntoldError(f"dimensions not collected: {', '.join(missing)}")
     assert vocab
     gated = d.get("gated_mlp", d.get("swiglu", True))
     mla = _mla(d)
@@ -56,11 +58,8 @@ def model_of(model: Raw, models: Raw, vocab: int | None = None, vocab_multiple: 
         "activation": "swiglu" if gated else "gelu",
         "tied_embeddings": bool(d.get("tied_embeddings", False)),
     }
-    if d.get("sliding_window"):
-        made |= {
-            "window": d["sliding_window"],
-            "full_attention_every": 2,
-        }  # "every other layer" in the one model so far
+    if d.get("sliding_window"):  # "every other layer" in the one model so far
+        made |= {"window": d["sliding_window"], "full_attention_every": 2}
     return Model(**(made | fields))
 
 

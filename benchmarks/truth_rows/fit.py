@@ -62,6 +62,10 @@ class Fit:
         value = self.default[key] * float(np.exp(self.shift[key] + further))
         return min(value, 1.0) if self.default[key] < 1 else value
 
+    def lines(self, holder: str, names: Iterable[str]) -> list[str]:
+        """The constants of a device or a generation, as lines of TOML."""
+        return [f"{name} = {self.value((holder, name)):.3g}" for name in names]
+
     def job(self, row: Row, moved: Key | None = None) -> Job:
         """The row's job with these constants, one of them moved by STEP."""
         assert row.job
@@ -195,12 +199,7 @@ def as_toml(found: Fit) -> str:
     lines = []
     for device in dict.fromkeys(name for name, constant in found.shift if constant not in SOFTWARE):
         lines += [f"# clusters/{device}.toml", "[device.efficiency]"]
-        for key in found.shift:
-            if key[0] == device and key[1] not in SOFTWARE:
-                lines.append(f"{key[1]} = {found.value(key):.3g}")
-        lines.append("")
+        lines += [*found.lines(device, Efficiency.__struct_fields__), ""]
     for generation in dict.fromkeys(name for name, constant in found.shift if constant in SOFTWARE):
-        lines.append(f"# software/{generation}.toml")
-        lines += [f"{name} = {found.value((generation, name)):.3g}" for name in SOFTWARE]
-        lines.append("")
+        lines += [f"# software/{generation}.toml", *found.lines(generation, SOFTWARE), ""]
     return "\n".join(lines)

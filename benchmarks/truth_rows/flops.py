@@ -1,6 +1,7 @@
 """FLOPs per step by the conventions of the sources that print TFLOP/s in the place of seconds."""
 
 from greylag.spec.model import Model
+from greylag.spec.work import layer_gemms
 
 
 def megatron_2021(layers: int, hidden: int, vocab: int, sequence: int, batch: int) -> float:
@@ -27,31 +28,11 @@ def causal(model: Model, sequence: int, batch: int) -> float:
     Megatron-Core's `num_floating_point_operations` (megatron/training/training.py) since 2025. 6 FLOPs per weight and
     token, forward and backward.
     """
-    D, H = model.hidden_size, model.num_heads
-    core = H * (model.qk_head_dim + model.v_head_dim) * sequence / 2
+    D, tokens = model.hidden_size, model.moe.num_experts if model.moe else 1
+    core = model.num_heads * (model.qk_head_dim + model.v_head_dim) * sequence / 2
     per_token = 0.0
     for layer in range(model.num_layers + model.num_mtp_layers):
-        at = min(layer, model.num_layers - 1)
-        per_token += _attention_weights(model) + core + _mlp_weights(model, at)
+        gemms = layer_gemms(model, min(layer, model.num_layers - 1), tokens)
+        per_token += sum(gemm.flops for gemm in gemms) / 2 / tokens + core
     per_token += model.num_mtp_layers * (2 * D * D + D * model.vocab_size) + D * model.vocab_size
     return 6.0 * batch * sequence * per_token
-
-
-def _attention_weights(model: Model) -> float:
-    D, H = model.hidden_size, model.num_heads
-    if model.mla is None:
-        return D * model.qk_head_dim * (2 * H + 2 * model.kv_heads)
-    mla = model.mla
-    rank = mla.q_lora_rank
-    query = (D + H * mla.qk_head_dim) * rank if rank else D * H * mla.qk_head_dim
-    kv = D * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank * H * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return query + kv + D * H * mla.v_head_dim
-
-
-def _mlp_weights(model: Model, layer: int) -> float:
-    D, matrices = model.hidden_size, 3 if model.activation == "swiglu" else 2
-    if not model.is_moe_layer(layer):
-        return matrices * D * model.ffn_hidden_size
-    assert model.moe
-    width = model.moe.top_k * model.moe.ffn_hidden_size + model.moe.shared_ffn_hidden_size
-    return matrices * D * width + D * model.moe.num_experts

@@ -22,7 +22,7 @@ from greylag.spec.precision import Precision
 from greylag.spec.software import Software
 from truth_rows.bridge import LLAMA_3_VOCAB
 from truth_rows.dims import gpt, model_of
-from truth_rows.row import Dialect, Memory, Raw, Untold, cluster, make_job, preset
+from truth_rows.row import Dialect, Raw, UntoldError, make_job, peak, preset, printed
 
 _MPT_PRECISIONS = {"bf16": "bf16", "amp_bf16": "bf16", "amp_fp8": "fp8-tensor-delayed"}
 _TITAN_PRECISIONS = {"bf16": "bf16", "fp8_tensorwise": "fp8-tensor-current", "fp8_rowwise": "fp8-row"}
@@ -45,10 +45,6 @@ def low_weights(software: str, precision: Precision) -> Software:
 
 def _mpt(raw: Raw, models: Raw) -> Job:
     m, b, gpus = raw["model"], raw["batch"], raw["hardware"]["num_gpus"]
-    if raw["options"].get("activation_cpu_offload"):
-        offload: tuple[str, ...] | None = ("activations",)
-    else:
-        offload = None
     precision = gathered_low(_MPT_PRECISIONS[raw["precision"]])
     software = low_weights("llm-foundry", precision)
     if raw["options"]["mp_mode"] == "PURE":
@@ -58,16 +54,13 @@ def _mpt(raw: Raw, models: Raw) -> Job:
         raw,
         model=model,
         precision=precision,
-        on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
         software=software,
-        sequence=b["seq_len"],
-        global_batch=b["gbs"],
         strategy={
             "dp": gpus,
             "zero": {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}[raw["parallel"]["sharding"]],
             "micro_batch": b["mbs"],
             "recompute": raw["recompute"],
-            "offload": offload,
+            "offload": ("activations",) if raw["options"].get("activation_cpu_offload") else None,
         },
     )
 
@@ -83,7 +76,7 @@ _LLAMA_2 = {"Llama 2 13B": "llama2_13b", "Llama 2 70B": "llama2_70b", "Llama 2 7
 def _titan(raw: Raw, models: Raw) -> Job:
     p, b, m = raw["parallel"], raw["batch"], raw["model"]
     model = model_of({"ref": _LLAMA_2.get(m["name"]), **m}, models, None if m["name"] in _LLAMA_2 else LLAMA_3_VOCAB)
-    pp, gpus = p["pp"], raw["hardware"]["num_gpus"]
+    pp = p["pp"]
     precision = gathered_low(_TITAN_PRECISIONS[raw["precision"]])
     if raw["precision"] == "fp8_tensorwise":
         precision = replace(precision, parameter_gather="fp8")
@@ -93,10 +86,7 @@ def _titan(raw: Raw, models: Raw) -> Job:
         raw,
         model=model,
         precision=precision,
-        on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
         software=low_weights(_generation(raw), precision),
-        sequence=b["seq_len"],
-        global_batch=b["gbs"],
         strategy={
             "dp": p["dp"],
             "tp": p["tp"],
@@ -119,26 +109,19 @@ def _titan_recompute(said: str, layers: int) -> dict[str, Any]:
     if said == "selective (layer)":
         return {"recompute": "full", "recompute_layers": layers // 2}
     if said not in ("none", "full"):
-        raise Untold(f"recompute {said!r}")
+        raise UntoldError(f"recompute {said!r}")
     return {"recompute": said}
-
-
-def _titan_seconds(raw: Raw, models: Raw) -> float | None:
-    seconds: float | None = raw["measured"].get("step_time_s_derived")
-    return seconds
-
-
-def _titan_memory(raw: Raw) -> Memory | None:
-    """torchtitan prints max_reserved (torchtitan/components/metrics.py)."""
-    gib = raw["measured"].get("peak_memory_gib")
-    return None if gib is None else Memory(gib * 2**30, "reserved")
 
 
 def _generation(raw: Raw) -> str:
     return "torchtitan-2025" if "/2025" in raw["id"] else "torchtitan-2024"
 
 
-MOSAIC = Dialect(
-    "mosaic", _mpt, _mpt_seconds, lambda raw: None, lambda raw: "llm-foundry", lambda raw: raw["model"]["name"]
+MOSAIC = Dialect("mosaic", _mpt, _mpt_seconds, lambda raw: "llm-foundry")
+TORCHTITAN = Dialect(
+    "torchtitan",
+    _titan,
+    printed("step_time_s_derived"),
+    _generation,
+    peak("peak_memory_gib", unit=2**30, kind="reserved"),  # max_reserved (torchtitan/components/metrics.py)
 )
-TORCHTITAN = Dialect("torchtitan", _titan, _titan_seconds, _titan_memory, _generation, lambda raw: raw["model"]["name"])

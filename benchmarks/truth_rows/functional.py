@@ -20,10 +20,22 @@ from greylag.spec.job import Job
 from greylag.spec.model import Model
 from greylag.spec.software import Loss, Software
 from truth_rows.bridge import megatron_precision
-from truth_rows.dims import dense_layers, model_of
-from truth_rows.row import Dialect, Memory, Raw, Untold, cluster, layout_stages, make_job, modules, overlapped, preset
+from truth_rows.dims import GPT2_VOCAB, dense_layers, model_of
+from truth_rows.row import (
+    Dialect,
+    Raw,
+    UntoldError,
+    balanced_stages,
+    cluster,
+    layout_stages,
+    make_job,
+    modules,
+    overlapped,
+    peak,
+    preset,
+    printed,
+)
 
-_GPT2_VOCAB = 50257
 _PRECISIONS = {
     "bf16": "bf16",
     "fp16": "bf16",
@@ -37,18 +49,18 @@ _PRECISIONS = {
 def _job(raw: Raw, models: Raw) -> Job:
     p, b, o = raw["parallel"], raw["batch"], raw["options"]
     if any(key.startswith("hybrid") for key in o):
-        raise Untold("hybrid of Mamba and attention layers")
+        raise UntoldError("hybrid of Mamba and attention layers")
     if raw["precision"] not in _PRECISIONS:
-        raise Untold(f"precision {raw['precision']!r} has no preset")
+        raise UntoldError(f"precision {raw['precision']!r} has no preset")
     if o.get("optimizer") == "muon":
-        raise Untold("Muon, not AdamW")
+        raise UntoldError("Muon, not AdamW")
     if not b["gbs"]:
-        raise Untold("the global batch grows during the run")
+        raise UntoldError("the global batch grows during the run")
     model = _model(raw, models)
     ranks = p["tp"] * p["pp"] * p["cp"]
     gpus = _gpus(raw, ranks)
     if gpus % ranks:
-        raise Untold(f"{ranks} ranks on {gpus} GPUs: the case names another count")
+        raise UntoldError(f"{ranks} ranks on {gpus} GPUs: the case names another count")
     vp = p["vp"] or (
         model.num_layers // p["pp"] // p["layers_per_virtual_stage"] if p["layers_per_virtual_stage"] else 1
     )
@@ -59,8 +71,7 @@ def _job(raw: Raw, models: Raw) -> Job:
     elif "decoder-first-pipeline-num-layers" in o:
         stages = _uneven(model.num_layers, p["pp"], o)
     if o.get("account-for-embedding-in-pipeline-split") and p["pp"] * vp > 1:
-        each = (model.num_layers + 2) // (p["pp"] * vp)
-        stages = (each - 1, *[each] * (p["pp"] * vp - 2), each - 1)
+        stages = balanced_stages(model.num_layers, p["pp"] * vp)
     fsdp = o.get("use-megatron-fsdp") and o.get("data-parallel-sharding-strategy") == "optim_grads_params"
     zero = 3 if fsdp else (1 if o.get("use-distributed-optimizer") else 0)
     dp = gpus // ranks
@@ -70,8 +81,6 @@ def _job(raw: Raw, models: Raw) -> Job:
         precision=megatron_precision(_PRECISIONS[raw["precision"]]),
         on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
         software=_software(raw),
-        sequence=b["seq_len"],
-        global_batch=b["gbs"],
         strategy={
             "dp": dp,
             "tp": p["tp"],
@@ -140,10 +149,9 @@ def _model(raw: Raw, models: Raw) -> Model:
     if o.get("qk-layernorm") and "attention" not in m:
         fields["qk_norm"] = True
     multiple = o.get("make-vocab-size-divisible-by", 128) * raw["parallel"]["tp"]
-    release = "release" in raw["tags"] and not m["vocab"]
-    if release:
-        raise Untold("the tokenizer of a release case, and with it the vocabulary, is not printed")
-    return model_of(m, models, m["vocab"] or _GPT2_VOCAB, multiple, **fields)
+    if "release" in raw["tags"] and not m["vocab"]:
+        raise UntoldError("the tokenizer of a release case, and with it the vocabulary, is not printed")
+    return model_of(m, models, m["vocab"] or GPT2_VOCAB, multiple, **fields)
 
 
 def _gpus(raw: Raw, ranks: int) -> int:
@@ -169,17 +177,11 @@ def _recompute(raw: Raw) -> dict[str, Any]:
 def _seconds(raw: Raw, models: Raw) -> float | None:
     if not {"memory_speed", "release"} & set(raw["tags"]):
         return None
-    seconds: float | None = raw["measured"].get("iteration_time_s_median")
-    return seconds
-
-
-def _memory(raw: Raw) -> Memory | None:
-    peak = raw["measured"].get("mem_max_allocated_bytes")
-    return None if peak is None else Memory(peak, "allocated", "last")
+    return printed("iteration_time_s_median")(raw, models)
 
 
 def _generation(raw: Raw) -> str:
     return "megatron-core-2026" if raw["environment"] == "dev" else "megatron-core-2025"
 
 
-DIALECT = Dialect("megatron_functional", _job, _seconds, _memory, _generation, lambda raw: raw["model"]["name"])
+DIALECT = Dialect("megatron_functional", _job, _seconds, _generation, peak("mem_max_allocated_bytes", rank="last"))

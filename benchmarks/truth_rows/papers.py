@@ -20,7 +20,7 @@ from typing import Any
 from greylag.spec.job import Job
 from truth_rows.dims import gpt
 from truth_rows.flops import megatron_2021, megatron_model
-from truth_rows.row import Dialect, Memory, Raw, Untold, cluster, make_job
+from truth_rows.row import Dialect, Raw, UntoldError, make_job
 
 _SC21 = {
     "1.7B": (16, 24, 0),
@@ -43,9 +43,9 @@ def _kind(raw: Raw) -> str:
 
 def _job(raw: Raw, models: Raw) -> Job:
     if raw["id"].startswith("korthikanti/t4"):
-        raise Untold("one layer, forward and backward: no step of a job")
+        raise UntoldError("one layer, forward and backward: no step of a job")
     if raw["parallel"]["tp"] is None:
-        raise Untold("the source does not print the degrees")
+        raise UntoldError("the source does not print the degrees")
     m, p, b = dict(raw["model"]), raw["parallel"], raw["batch"]
     rules = _rules(raw)
     m["heads"] = m["heads"] or rules.pop("heads")
@@ -58,10 +58,8 @@ def _job(raw: Raw, models: Raw) -> Job:
         raw,
         model=gpt(m, models, None, 128 * p["tp"], max_sequence=sequence),
         precision="bf16",
-        on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
         software=_generation(raw),
         sequence=sequence,
-        global_batch=b["gbs"],
         strategy={"dp": dp, "tp": p["tp"], "pp": p["pp"], "cp": p["cp"], **rules},
     )
 
@@ -69,7 +67,6 @@ def _job(raw: Raw, models: Raw) -> Job:
 def _rules(raw: Raw) -> dict[str, Any]:
     """Strategy fields that a source's rules say, and `heads`."""
     kind, p, b, layers = _kind(raw), raw["parallel"], raw["batch"], raw["model"]["layers"]
-    each_rank = b["gbs"] * p["tp"] * p["pp"] // raw["hardware"]["num_gpus"]
     has_no_tp = p["tp"] == 1
     full: dict[str, Any] = {"zero": 0, "recompute": "full", "overlap": (), "sequence_parallel": has_no_tp}
     if kind == "megatron-sc21/t1":
@@ -80,16 +77,32 @@ def _rules(raw: Raw) -> dict[str, Any]:
         zero3 = p["sharding"] == "zero3"
         return {**full, "micro_batch": b["mbs"] or 1, **({"zero": 3, "overlap": ("dp",)} if zero3 else {})}
     if kind == "megatron-jan2021":
-        return {**full, "micro_batch": each_rank}
+        return {**full, "micro_batch": _of_rank(raw)}
     if kind == "korthikanti":
         own = {"micro_batch": b["mbs"], "vp": p["vp"] or 1, "sequence_parallel": has_no_tp or p["sequence_parallel"]}
         return {"zero": 0, "overlap": (), **own, **_recompute(raw["recompute"])}
     if kind == "mt-nlg-530b" or _is_old_readme(raw):
         return {**full, "micro_batch": b["mbs"] or 1}
-    own = layers // p["pp"]
-    vp = max(v for v in range(1, 13) if own % v == 0) if p["pp"] > 1 else 1
-    micro = b["mbs"] or (1 if p["pp"] > 1 else max(n for n in (1, 2, 4) if each_rank % n == 0))
-    return {"zero": 1, "micro_batch": micro, "vp": vp, "overlap": ("dp", "tp", "pp")}
+    return overlapping(raw)
+
+
+def overlapping(raw: Raw) -> dict[str, Any]:
+    """Strategy fields of a Megatron-Core run with all of its overlaps, of which the degrees alone are printed."""
+    p, b = raw["parallel"], raw["batch"]
+    vp, micro = 1, b["mbs"]
+    if p["pp"] > 1:
+        own = raw["model"]["layers"] // p["pp"]
+        vp, micro = max(v for v in range(1, 13) if own % v == 0), micro or 1
+    return {"zero": 1, "micro_batch": micro or _up_to_4(raw), "vp": vp, "overlap": ("dp", "tp", "pp")}
+
+
+def _of_rank(raw: Raw) -> int:
+    """Sequences of a step on one rank."""
+    return int(raw["batch"]["gbs"] * raw["parallel"]["tp"] * raw["parallel"]["pp"] // raw["hardware"]["num_gpus"])
+
+
+def _up_to_4(raw: Raw) -> int:
+    return max(n for n in (1, 2, 4) if _of_rank(raw) % n == 0)
 
 
 def _is_old_readme(raw: Raw) -> bool:
@@ -119,10 +132,6 @@ def _seconds(raw: Raw, models: Raw) -> float | None:
     return None
 
 
-def _memory(raw: Raw) -> Memory | None:
-    return None
-
-
 def _generation(raw: Raw) -> str:
     kind = _kind(raw)
     if kind.startswith("megatron-readme") and not _is_old_readme(raw):
@@ -132,4 +141,4 @@ def _generation(raw: Raw) -> str:
     return "megatron-2022" if kind == "korthikanti" else "megatron-2021"
 
 
-DIALECT = Dialect("megatron_papers", _job, _seconds, _memory, _generation, lambda raw: raw["model"]["name"])
+DIALECT = Dialect("megatron_papers", _job, _seconds, _generation)

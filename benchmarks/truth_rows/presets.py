@@ -64,8 +64,8 @@ def _device(path: Path, found: Fit, device: str) -> None:
     if comment:
         kept = "".join(line + "\n" for line in comment[1].splitlines() if line != NOTE)
         text = text.replace(comment[0], "")
-    table = "".join(f"{name} = {found.value((device, name)):.3g}\n" for name in Efficiency.__struct_fields__)
-    new = f"{kept}{NOTE}\n[device.efficiency]\n{table}"
+    table = "\n".join(found.lines(device, Efficiency.__struct_fields__))
+    new = f"{kept}{NOTE}\n[device.efficiency]\n{table}\n"
     head, device_table, rest = re.split(r"(\[device\]\n(?:[a-z_0-9]+ = [^\n]*\n)+)", text, maxsplit=1)
     path.write_text(f"{head}{device_table}\n{new}\n{rest.lstrip()}", encoding="utf-8")
 
@@ -75,5 +75,4 @@ def _software(path: Path, found: Fit, generation: str, evidence: list[str]) -> N
     kept = [line for line in lines if line != NOTE and not line.startswith(tuple(f"{n} =" for n in SOFTWARE))]
     while kept and not kept[-1]:
         kept.pop()
-    numbers = [f"{name} = {found.value((generation, name)):.3g}" for name in SOFTWARE]
-    path.write_text("\n".join([*kept, NOTE, *numbers, *evidence]) + "\n", encoding="utf-8")
+    path.write_text("\n".join([*kept, NOTE, *found.lines(generation, SOFTWARE), *evidence]) + "\n", encoding="utf-8")

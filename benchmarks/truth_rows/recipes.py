@@ -7,7 +7,7 @@ whose degrees are most like its own. A release that the file does not know has t
 
 import functools
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,17 @@ FULL_ITERATION = (
 class Settings:
     """Of one run."""
 
-    graphs: bool
-    flex: bool
+    graphs: bool = False
+    flex: bool = False
     """Whether DeepEP or HybridEP dispatches tokens."""
-    ep_overlap: bool
-    tp_overlap: bool
-    recompute: dict[str, Any]
+    ep_overlap: bool = False
+    tp_overlap: bool = True
+    recompute: dict[str, Any] = field(default_factory=dict)
     """Fields of a Strategy."""
-    layout: str | None
+    layout: str | None = None
     """Megatron's pipeline layout, where it has as many stages as the run."""
-    fsdp: bool
-    offload: bool
+    fsdp: bool = False
+    offload: bool = False
     """Whether at least half of the layers lie in the host's memory."""
 
 
@@ -57,7 +57,7 @@ def settings_of(raw: Raw, num_layers: int) -> Settings:
     if raw.get("recipe") and release not in releases:
         return _joined(raw)
     if not known:
-        return Settings(False, False, False, True, {}, None, False, False)
+        return Settings()
     before = [r for r in releases if r <= release]
     mine = [s for s in known if (before[-1] if before else releases[0]) in s["releases"]]
     return _from_history(max(mine, key=lambda s: _likeness(s, raw)), raw, num_layers)
@@ -93,7 +93,6 @@ def _from_history(settings: dict[str, Any], raw: Raw, num_layers: int) -> Settin
         graphs=settings.get("graphs", False),
         flex=settings.get("flex", False),
         ep_overlap=settings.get("ep_overlap", False),
-        tp_overlap=True,
         recompute=recompute,
         layout=layout if fits else None,
         fsdp=bool(p["fsdp"]) or (same and p["fsdp"] is None and settings.get("fsdp", False)),
@@ -112,9 +111,7 @@ def _joined(raw: Raw) -> Settings:
         ep_overlap=bool(full or experts or "overlap_moe_expert_parallel_comm=True" in whole),
         tp_overlap=bool(own.get("comm_overlap.tp_comm_overlap", "tp_comm_overlap=False" not in whole)),
         recompute=_joined_recompute(raw["recompute"] or {}),
-        layout=None,
         fsdp=bool(raw["parallel"]["fsdp"] or own.get("ddp.use_megatron_fsdp")),
-        offload=False,
     )
 
 

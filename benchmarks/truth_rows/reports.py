@@ -30,12 +30,11 @@ from truth_rows.bridge import megatron_precision
 from truth_rows.dims import gpt, model_of
 from truth_rows.flops import causal, megatron_model
 from truth_rows.fsdp import gathered_low
+from truth_rows.papers import overlapping
 from truth_rows.row import (
     Dialect,
-    Memory,
     Raw,
-    Untold,
-    cluster,
+    UntoldError,
     layout_stages,
     make_job,
     modules,
@@ -54,12 +53,12 @@ def _kind(raw: Raw) -> str:
 def _job(raw: Raw, models: Raw) -> Job:
     kind, p, b = _kind(raw), raw["parallel"], raw["batch"]
     if "two phases" in " ".join(raw.get("notes", [])):
-        raise Untold("one figure for two runs of other sequence lengths")
+        raise UntoldError("one figure for two runs of other sequence lengths")
     missing = [k for k in ("seq_len", "gbs") if b[k] is None] + ["num_gpus"] * (raw["hardware"]["num_gpus"] is None)
     if missing or p["tp"] is None:
-        raise Untold(f"the source does not print {', '.join(missing or ['tp'])}")
+        raise UntoldError(f"the source does not print {', '.join(missing or ['tp'])}")
     if kind not in _RULES:
-        raise Untold(f"no rules for {kind!r}: what it does not print is not known")
+        raise UntoldError(f"no rules for {kind!r}: what it does not print is not known")
     rules = _RULES[kind](raw)
     cp = p["cp"] or 1
     gpus = raw["hardware"]["num_gpus"]
@@ -67,10 +66,7 @@ def _job(raw: Raw, models: Raw) -> Job:
         raw,
         model=_model(raw, models),
         precision=_precision(raw),
-        on=cluster(raw["hardware"]["gpu"], gpus, raw["hardware"]["gpus_per_node"]),
         software=_software(raw),
-        sequence=b["seq_len"],
-        global_batch=b["gbs"],
         strategy={"dp": gpus // (p["tp"] * p["pp"] * cp), "tp": p["tp"], "pp": p["pp"], "cp": cp, **rules},
     )
 
@@ -130,25 +126,15 @@ def _llama(raw: Raw) -> dict[str, Any]:
 
 
 def _deepseek(raw: Raw) -> dict[str, Any]:
-    again = {"recompute": "selective", "recompute_modules": ("norm", "mla_up", "activation")}
-    overlap = ("dp", "ep", "pp")
     return {
         "zero": 1,
         "micro_batch": 1,
         "ep": raw["parallel"]["ep"],
         "schedule": "dualpipe",
-        "overlap": overlap,
-        **again,
+        "overlap": ("dp", "ep", "pp"),
+        "recompute": "selective",
+        "recompute_modules": ("norm", "mla_up", "activation"),
     }
-
-
-def _nemotron(raw: Raw) -> dict[str, Any]:
-    p, b = raw["parallel"], raw["batch"]
-    own = raw["model"]["layers"] // p["pp"]
-    vp = max(v for v in range(1, 13) if own % v == 0) if p["pp"] > 1 else 1
-    each = b["gbs"] * p["tp"] * p["pp"] // raw["hardware"]["num_gpus"]
-    micro = b["mbs"] or (1 if p["pp"] > 1 else max(n for n in (1, 2, 4) if each % n == 0))
-    return {"zero": 1, "micro_batch": micro, "vp": vp, "overlap": ("dp", "tp", "pp")}
 
 
 def _on_gb200(raw: Raw) -> dict[str, Any]:
@@ -169,8 +155,8 @@ _RULES = {
     "mlperf-v3.1": _mlperf,
     "llama3-405b": _llama,
     "deepseek-v3": _deepseek,
-    "nemotron4-15b": _nemotron,
-    "nemotron4-340b": _nemotron,
+    "nemotron4-15b": overlapping,
+    "nemotron4-340b": overlapping,
     "megatron-dsv3-gb200": _on_gb200,
 }
 
@@ -191,10 +177,6 @@ def _seconds(raw: Raw, models: Raw) -> float | None:
     return None
 
 
-def _memory(raw: Raw) -> Memory | None:
-    return None
-
-
 def _generation(raw: Raw) -> str:
     kind = _kind(raw)
     if kind == "megascale":
@@ -210,4 +192,4 @@ def _generation(raw: Raw) -> str:
     }.get(kind, "megatron-core-2024")
 
 
-DIALECT = Dialect("reports", _job, _seconds, _memory, _generation, lambda raw: raw["model"]["name"])
+DIALECT = Dialect("reports", _job, _seconds, _generation)

@@ -13,19 +13,21 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from greylag.interop.megatron_strategy import RECOMPUTE_MODULES
+from greylag.interop.megatron_strategy import layout_stages as layout_stages
 from greylag.spec.cluster import Cluster
 from greylag.spec.job import Job
 from greylag.spec.load import load_preset, presets
 from greylag.spec.model import Model
 from greylag.spec.precision import Precision
 from greylag.spec.software import Software
-from greylag.spec.strategy import Overlapped, RecomputeModule, Strategy
+from greylag.spec.strategy import Overlapped, Strategy
 
 Raw = dict[str, Any]
 """A row as its file has it."""
 
 
-class Untold(Exception):  # noqa: N818 -- not a fault of anybody
+class UntoldError(Exception):
     """A row that a Job cannot say; the text says why."""
 
 
@@ -68,11 +70,35 @@ class Dialect(NamedTuple):
 
     group: str
     job: Callable[[Raw, Raw], Job]
-    """Raises Untold."""
+    """Raises UntoldError."""
     seconds: Callable[[Raw, Raw], float | None]
-    memory: Callable[[Raw], Memory | None]
     generation: Callable[[Raw], str]
-    family: Callable[[Raw], str]
+    memory: Callable[[Raw], Memory | None] = lambda raw: None
+    family: Callable[[Raw], str] = lambda raw: raw["model"]["name"]
+
+
+def printed(*names: str, per_second: float = 1.0) -> Callable[[Raw, Raw], float | None]:
+    """Reads the step time that a row prints under one of these names, the first that it has."""
+
+    def seconds(raw: Raw, models: Raw) -> float | None:
+        found = _measured(raw, names)
+        return None if found is None else found / per_second
+
+    return seconds
+
+
+def peak(*names: str, unit: float = 1.0, kind: str = "allocated", rank: str = "max") -> Callable[[Raw], Memory | None]:
+    """Reads the peak memory that a row prints under one of these names, in units of so many bytes."""
+
+    def memory(raw: Raw) -> Memory | None:
+        found = _measured(raw, names)
+        return None if found is None else Memory(found * unit, kind, rank)
+
+    return memory
+
+
+def _measured(raw: Raw, names: tuple[str, ...]) -> float | None:
+    return next((raw["measured"][name] for name in names if raw["measured"].get(name) is not None), None)
 
 
 @functools.cache
@@ -122,11 +148,11 @@ PER_NODE = {"gb200": 4, "gb300": 4, "v100": 16}
 def cluster(gpu: str, num_gpus: int, per_node: int | None = None) -> Cluster:
     """The cluster preset for a source's name of a GPU, in whole nodes (or one part of a node).
 
-    Raises Untold for a GPU without a preset.
+    Raises UntoldError for a GPU without a preset.
     """
     name = next((p for key, p in _DEVICES if gpu.upper().startswith(key)), None)
     if name is None:
-        raise Untold(f"no cluster preset for {gpu!r}")
+        raise UntoldError(f"no cluster preset for {gpu!r}")
     per_node = per_node or PER_NODE.get(name, 8)
     if num_gpus < per_node or num_gpus % per_node:
         per_node = num_gpus if num_gpus < per_node else 1
@@ -134,20 +160,9 @@ def cluster(gpu: str, num_gpus: int, per_node: int | None = None) -> Cluster:
     return made
 
 
-MEGATRON_MODULES: dict[str, RecomputeModule] = {
-    "core_attn": "attention",
-    "layernorm": "norm",
-    "moe_act": "activation",
-    "mla_up_proj": "mla_up",
-    "mlp": "mlp",
-    "moe": "moe",
-}
-"""Names of Megatron-Core's `recompute_modules` (megatron/core/transformer/transformer_config.py)."""
-
-
 def modules(names: list[str]) -> dict[str, Any]:
     """Strategy fields for a list of Megatron's recompute modules."""
-    known = tuple(MEGATRON_MODULES[name] for name in names)
+    known = tuple(RECOMPUTE_MODULES[name] for name in names)
     return {"recompute": "selective", "recompute_modules": known} if known else {}
 
 
@@ -167,19 +182,6 @@ def balanced_stages(num_layers: int, stages: int) -> tuple[int, ...]:
     return (each - 1, *[each] * (stages - 2), each - 1)
 
 
-def layout_stages(layout: str) -> tuple[int, ...]:
-    """Layers per stage of Megatron's `--pipeline-model-parallel-layout`: `Et*3|(tt|)*6mL` is (3, 2, 2, 2, 2, 2, 2, 0).
-
-    `t` is a decoder layer, `|` ends a stage, `E`, `m` and `L` are the embedding, an MTP layer and the loss; `x*3` and
-    `(x)*3` repeat (NVIDIA/Megatron-LM, megatron/core/transformer/pipeline_parallel_layer_layout.py).
-    """
-    repeated = re.compile(r"(?:\(([^()]*)\)|([A-Za-z]))\*(\d+)")
-    while found := repeated.search(layout):
-        unit = found[1] if found[1] is not None else found[2]
-        layout = layout[: found.start()] + unit * int(found[3]) + layout[found.end() :]
-    return tuple(stage.count("t") for stage in layout.split("|"))
-
-
 def padded(vocab: int, multiple: int) -> int:
     """A vocabulary padded as Megatron-LM pads it."""
     return -(-vocab // multiple) * multiple
@@ -190,13 +192,14 @@ def make_job(
     *,
     model: Model,
     precision: str | Precision,
-    on: Cluster,
     software: str | Software,
-    sequence: int,
-    global_batch: int,
     strategy: dict[str, Any],
+    on: Cluster | None = None,
+    sequence: int | None = None,
 ) -> Job:
-    """A Job, checked. Raises Untold with the first problem."""
+    """A Job, checked; cluster and sequence are those that the row prints if not given. Raises UntoldError."""
+    h, b = raw["hardware"], raw["batch"]
+    sequence = sequence or b["seq_len"]
     s = {k: v for k, v in strategy.items() if v is not None}
     if s.get("pp", 1) == 1:
         s = {k: v for k, v in s.items() if k not in ("vp", "schedule", "stage_layers")}
@@ -209,13 +212,13 @@ def make_job(
         name=raw["id"].replace("/", "_"),
         model=replace(model, max_sequence=max(model.max_sequence, sequence)),
         precision=preset("precision", precision) if isinstance(precision, str) else precision,
-        cluster=on,
+        cluster=on or cluster(h["gpu"], h["num_gpus"], h.get("gpus_per_node")),
         software=preset("software", software) if isinstance(software, str) else software,
         sequence=sequence,
-        global_batch=global_batch,
+        global_batch=b["gbs"],
         strategy=Strategy(**s),
     )
     problems = job.problems()
     if problems:
-        raise Untold("Job.problems(): " + "; ".join(str(p) for p in problems))
+        raise UntoldError("Job.problems(): " + "; ".join(str(p) for p in problems))
     return job

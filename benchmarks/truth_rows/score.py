@@ -1,18 +1,19 @@
 """Score: errors of predictions against measured figures, by group, and the table that shows them."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import mean, median
+from statistics import correlation, mean, median
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 from rich.table import Table
 
 from greylag.sim.memory import Memory, memory
 from greylag.sim.memory_fused import Stage
-from greylag.spec.job import Job
 from greylag.spec.step import Step
 from greylag.spec.strategy import Strategy
 from truth_rows.row import Row
@@ -67,8 +68,7 @@ class Prediction:
     @property
     def interval(self) -> tuple[float, float] | None:
         """The step time's 90% interval in seconds, where the Step carries one."""
-        found = getattr(self.step, "interval", None) if self.step else None
-        return (float(found[0]), float(found[1])) if found else None
+        return self.step.interval if self.step else None
 
     def record(self) -> dict[str, Any]:
         """What is written of a row."""
@@ -113,9 +113,7 @@ class Errors:
         if not errors:
             return None
         sizes = sorted(abs(e) for e in errors)
-        at = (len(sizes) - 1) * 0.9
-        low = int(at)
-        p90 = sizes[low] + (at - low) * (sizes[min(low + 1, len(sizes) - 1)] - sizes[low])
+        p90 = float(np.quantile(sizes, 0.9))
         return cls(len(sizes), mean(sizes), median(sizes), p90, sizes[-1], mean(errors))
 
 
@@ -131,25 +129,37 @@ def memory_errors(predictions: list[Prediction]) -> Errors | None:
 
 def strategy_sets(predictions: list[Prediction]) -> list[list[Prediction]]:
     """Predictions of timed rows, in sets whose jobs differ in their strategy alone; sets of three and more."""
+    sets = _alike(predictions, lambda strategy: Strategy())
+    return [found for found in sets if len(found) >= SMALLEST_SET]
+
+
+def _alike(predictions: list[Prediction], plain: Callable[[Strategy], Strategy]) -> list[list[Prediction]]:
+    """Predictions of timed rows by what their jobs are where `plain` takes the place of their strategies."""
     sets: dict[bytes, dict[Strategy, Prediction]] = defaultdict(dict)
     for p in predictions:
         if p.row.job and p.time_error is not None:
-            sets[_all_but_strategy(p.row.job)].setdefault(p.row.job.strategy, p)
-    return [list(found.values()) for found in sets.values() if len(found) >= SMALLEST_SET]
+            job, strategy = p.row.job, p.row.job.strategy
+            same = replace(job, name="", strategy=plain(strategy), model=replace(job.model, name="", vocab_size=1))
+            sets[msgspec.json.encode(same, order="sorted")].setdefault(strategy, p)
+    return [list(found.values()) for found in sets.values()]
 
 
-def _all_but_strategy(job: Job) -> bytes:
-    plain = replace(job, name="", strategy=Strategy(), model=replace(job.model, name="", vocab_size=1))
-    return msgspec.json.encode(plain, order="sorted")
+def schedule_errors(predictions: list[Prediction]) -> Errors | None:
+    """Of step times as ratios to that of 1F1B, or else of the first, among runs that differ in their schedule alone."""
+    errors = []
+    for found in _alike(predictions, lambda strategy: replace(strategy, schedule="1f1b", vp=1, stage_layers=())):
+        by_schedule = {p.row.job.strategy.schedule: p for p in found if p.row.job}
+        usual = by_schedule.pop("1f1b", None) or by_schedule.pop(next(iter(by_schedule)))
+        assert usual.time_error is not None
+        others = (p.time_error for p in by_schedule.values() if p.time_error is not None)
+        errors += [(1 + error) / (1 + usual.time_error) - 1 for error in others]
+    return Errors.of(errors)
 
 
 def spearman(first: list[float], second: list[float]) -> float:
     """Rank correlation; ties share the mean of their ranks. 1 where one side does not vary."""
-    a, b = _ranks(first), _ranks(second)
-    centre = (len(a) - 1) / 2
-    cross = sum((x - centre) * (y - centre) for x, y in zip(a, b, strict=True))
-    size = (sum((x - centre) ** 2 for x in a) * sum((y - centre) ** 2 for y in b)) ** 0.5
-    return cross / size if size else 1.0
+    varies = len(set(first)) > 1 and len(set(second)) > 1
+    return correlation(_ranks(first), _ranks(second)) if varies else 1.0
 
 
 def _ranks(values: list[float]) -> list[float]:

@@ -8,13 +8,10 @@ each: the paper's computed bubble rates are those of as many chunks as a stage h
 pipeline messages. The table prints samples per GPU and second: GBS / (GPUs x step).
 """
 
-from typing import Any
-
 from greylag.spec.job import Job
-from truth_rows.dims import gpt
-from truth_rows.row import Dialect, Memory, Raw, cluster, make_job
+from truth_rows.dims import GPT2_VOCAB, gpt
+from truth_rows.row import Dialect, Raw, balanced_stages, make_job, peak, printed
 
-_VOCAB = 50257
 _SCHEDULES = {"1f1b": "1f1b", "1f1b-interleaved": "interleaved", "zb-1p": "zb-h1", "zb-2p": "zb-h2"}
 
 
@@ -22,17 +19,12 @@ def _job(raw: Raw, models: Raw) -> Job:
     p, b, layers = raw["parallel"], raw["batch"], raw["model"]["layers"]
     schedule = _SCHEDULES[raw["options"]["schedule"]]
     each = (layers + 2) // p["pp"]
-    split: dict[str, Any] = {"stage_layers": (each - 1, *[each] * (p["pp"] - 2), each - 1)}
-    if schedule == "interleaved":
-        split = {"vp": each, "stage_layers": (0, *[1] * (p["pp"] * each - 2), 0)}
+    vp = each if schedule == "interleaved" else 1
     return make_job(
         raw,
-        model=gpt(raw["model"], models, _VOCAB, 128),
+        model=gpt(raw["model"], models, GPT2_VOCAB, 128),
         precision="bf16",
-        on=cluster(raw["hardware"]["gpu"], raw["hardware"]["num_gpus"]),
         software="zero-bubble",
-        sequence=b["seq_len"],
-        global_batch=b["gbs"],
         strategy={
             "dp": p["dp"],
             "pp": p["pp"],
@@ -40,19 +32,16 @@ def _job(raw: Raw, models: Raw) -> Job:
             "zero": 0,
             "schedule": schedule,
             "overlap": (),
-            **split,
+            "vp": vp,
+            "stage_layers": balanced_stages(layers, p["pp"] * vp),
         },
     )
 
 
-def _seconds(raw: Raw, models: Raw) -> float | None:
-    seconds: float | None = raw["measured"].get("step_time_s_derived")
-    return seconds
-
-
-def _memory(raw: Raw) -> Memory | None:
-    gb = raw["measured"].get("peak_memory_gb")
-    return None if gb is None else Memory(gb * 2**30, "allocated")
-
-
-DIALECT = Dialect("zero_bubble", _job, _seconds, _memory, lambda raw: "zero-bubble", lambda raw: raw["model"]["name"])
+DIALECT = Dialect(
+    "zero_bubble",
+    _job,
+    printed("step_time_s_derived"),
+    lambda raw: "zero-bubble",
+    peak("peak_memory_gb", unit=2**30),
+)

@@ -5,13 +5,12 @@ prediction, as approximated, or as not expressible. None is lost silently.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-from greylag.interop.words import is_unset, unset_name
+from greylag.interop.words import LARGEST, is_unset, unset_name
 from greylag.spec.error import SpecError
 
-_TRUE, _FALSE = ("true", "True", "1", "yes"), ("false", "False", "0", "no", "null", "None")
-LARGEST = 2**63
+_FALSE = ("false", "False", "0", "no", "null", "None", "none", "")
 
 
 class Remarks:
@@ -83,8 +82,12 @@ class Arguments:
 
     def _flag(self, name: str) -> bool:
         self.read.add(name)
-        words = self.options.get(name)
-        return words is not None and not (words and words[0] in _FALSE)
+        return name in self and not self.is_off(name)
+
+    def is_off(self, name: str) -> bool:
+        """Whether an option that is there has a value that switches it off."""
+        words = self.options[name]
+        return bool(words) and words[0] in _FALSE
 
     def switch(self, name: str, default: bool) -> bool:
         """A switch that is `--no-NAME` or `--disable-NAME` when it is off."""
@@ -111,9 +114,16 @@ class Arguments:
             raise SpecError(f"{self.where}: {self.said(name)}: {value:g} is not a count")
         return int(value)
 
-    def unread(self) -> list[str]:
-        """Options that nothing has asked for."""
-        return [name for name in self.options if name not in self.read]
+    def sort_unread(self, remarks: Remarks, sort: Callable[[str], tuple[str, str]]) -> None:
+        """Tell what became of each option that nothing has read: `sort` gives the group of a name and what to say."""
+        for name in self.options:
+            if name in self.read:
+                continue
+            group, what = sort(name)
+            if group == "irrelevant":
+                remarks.irrelevant.append(self.said(name))
+            elif not self.is_off(name):
+                (remarks.approximate if group == "approximated" else remarks.leave_out)(self.said(name), what)
 
 
 def options_from(words: Iterable[str]) -> dict[str, list[str]]:

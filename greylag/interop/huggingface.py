@@ -7,7 +7,7 @@ The reading is `spec.huggingface`'s.
 from pathlib import Path
 
 from greylag.interop.arguments import Remarks
-from greylag.interop.jobfile import Imported, to_toml
+from greylag.interop.jobfile import Imported, head, to_toml
 from greylag.spec.huggingface import read_model
 
 
@@ -18,7 +18,5 @@ def import_config(path: Path) -> Imported:
     for departure in departures:
         lost = f" ({departure.parameters:,} weights)" if departure.parameters else ""
         remarks.approximate(departure.key, departure.what + lost)
-    head = f"# The model table of a job file, imported by greylag from {path.name} of {table['name']}\n"
-    head = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in head)
-    notes = "".join(f"# {line}\n" for line in remarks.lines())
-    return Imported(text=head + notes + to_toml({"model": table}), remarks=tuple(remarks.lines()), job=None)
+    text = head("Hugging Face, the model table alone", path.name, remarks) + to_toml({"model": table})
+    return Imported(text=text, remarks=tuple(remarks.lines()), job=None)

@@ -1,6 +1,7 @@
 """Job file: what an import gives, a job's table with remarks on what it does not say exactly, and the table as TOML."""
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from greylag.spec.strategy import Strategy
 
 _SECTIONS: dict[str, type] = {"model": Model, "strategy": Strategy, "run": Run}
 _INNER: dict[str, type] = {"mla": MLA, "moe": MoE}
-_SIZED = re.compile(r".+-\d+x\d+")
+_SIZED = re.compile(r".+-(\d+)x(\d+)")
 
 
 class Imported(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,29 +39,36 @@ def finish(table: dict[str, Any], source: Path, dialect: str, remarks: Remarks) 
     problems = job.problems()
     if problems:
         raise SpecError(f"{source}: says a job that cannot run: {'; '.join(map(str, problems))}")
-    head = f"# Imported by greylag from {dialect}: {source.name}\n"
-    notes = "".join(f"# {line}\n" for line in remarks.lines() if not line.startswith("irrelevant"))
-    return Imported(text=head + _printable(notes) + to_toml(table), remarks=tuple(remarks.lines()), job=job)
+    return Imported(text=head(dialect, source.name, remarks) + to_toml(table), remarks=tuple(remarks.lines()), job=job)
 
 
-def changed(preset: str, section: str, facts: Mapping[str, Any]) -> dict[str, Any] | str:
-    """A preset with the facts that differ from its own; its name alone where none does."""
-    own = msgspec.to_builtins(load_preset(section, preset))
+def head(dialect: str, source: str, remarks: Remarks) -> str:
+    """The comment at the head of what is written: where it comes from, and what it does not say exactly."""
+    noted = (line for line in remarks.lines() if not line.startswith("irrelevant"))
+    lines = (f"# {line}" for line in (f"Imported by greylag from {dialect}: {source}", *noted))
+    return "".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in line) + "\n" for line in lines)
+
+
+def newest_software(family: str, facts: Mapping[str, Any]) -> dict[str, Any] | str:
+    """The newest software preset of a family with the facts that differ from its own; its name alone if none does."""
+    newest = max(name for name in presets("software") if name.startswith(f"{family}-"))
+    own = msgspec.to_builtins(load_preset("software", newest))
     rest = {key: value for key, value in facts.items() if own.get(key) != value}
-    return {"preset": preset, **rest} if rest else preset
+    return {"preset": newest, **rest} if rest else newest
 
 
 def _said(table: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """A table without the values that a job has anyway."""
     kept: dict[str, Any] = {}
-    for field in msgspec.structs.fields(kind):
+    fields = msgspec.structs.fields(kind)
+    for field in fields:
         value = table.get(field.name)
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         if isinstance(value, Mapping) and field.name in _INNER:
             kept[field.name] = _said(value, _INNER[field.name])
         elif value is not None and (value != default or isinstance(value, bool) is not isinstance(default, bool)):
             kept[field.name] = value
-    return kept | {key: value for key, value in table.items() if key not in kind.__struct_fields__}  # type: ignore[attr-defined]
+    return kept | {key: value for key, value in table.items() if key not in {field.name for field in fields}}
 
 
 def place(cluster: str | None, per_node: int, nodes: int, where: str) -> str:
@@ -79,12 +87,23 @@ def place(cluster: str | None, per_node: int, nodes: int, where: str) -> str:
     return f"{cluster}-{per_node}x{nodes}"
 
 
-def count_devices(table: dict[str, Any], where: str) -> int:
-    """How many devices the cluster of a job's table has."""
-    match = re.fullmatch(r".+-(\d+)x(\d+)", table["cluster"])
+def count_devices(cluster: str, where: str) -> int:
+    """How many devices a cluster of this name has."""
+    match = _SIZED.fullmatch(cluster)
     if not match or len(match[1]) + len(match[2]) > 15:
-        raise SpecError(f"{where}: cluster {table['cluster']!r}: write it as h100-8x16")
+        raise SpecError(f"{where}: cluster {cluster!r}: write it as h100-8x16")
     return int(match[1]) * int(match[2])
+
+
+def data_parallel(degrees: Mapping[str, int], devices: int, where: str) -> int:
+    """dp: what the other degrees leave of so many devices. Raises SpecError if they do not divide them."""
+    said = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    ranks = math.prod(degrees.values())
+    if not ranks:
+        raise SpecError(f"{where}: {said}: degrees begin at 1")
+    if devices % ranks or not devices:
+        raise SpecError(f"{where}: {said} does not divide {devices} devices; give another --cluster")
+    return devices // ranks
 
 
 def to_toml(table: Mapping[str, Any]) -> str:
@@ -114,7 +133,3 @@ def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
     return str(value)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

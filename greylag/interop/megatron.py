@@ -6,7 +6,7 @@ refused.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from greylag.interop.arguments import Arguments, Remarks, options_from
 from greylag.interop.flat_yaml import read_yaml
 from greylag.interop.jobfile import Imported, count_devices, finish, place
 from greylag.interop.megatron_model import model_table
-from greylag.interop.megatron_names import ALIASES, sort_unread
+from greylag.interop.megatron_names import ALIASES, sort_name
 from greylag.interop.megatron_precision import precision_table, software_table
 from greylag.interop.megatron_strategy import degrees, strategy_table
 from greylag.interop.script import Script, read_script, split_words
@@ -24,7 +24,8 @@ from greylag.spec.error import SpecError
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 _PER_NODE = ("nproc-per-node", "gpus-per-node", "ntasks-per-node")
 _NODES = ("nnodes", "nodes", "N")
-_VARIABLES = {"per_node": ("GPUS_PER_NODE", "NPROC_PER_NODE", "GPU_PER_NODE"), "nodes": ("NNODES", "NUM_NODES")}
+_PER_NODE_VARIABLES = ("GPUS_PER_NODE", "NPROC_PER_NODE", "GPU_PER_NODE")
+_NODES_VARIABLES = ("NNODES", "NUM_NODES")
 
 
 def import_script(text: str, path: Path, cluster: str | None, given: Mapping[str, str]) -> Imported:
@@ -32,21 +33,24 @@ def import_script(text: str, path: Path, cluster: str | None, given: Mapping[str
     where = str(path)
     script = read_script(text, given, where)
     words = _command(script, where)
-    options = _plain(options_from(words)) | chosen(given)
+    options = _plain(options_from(words)) | _chosen(given)
     asked = _plain(options_from(w for line in _DIRECTIVE.findall(text) for w in line.split("#")[0].split()))
     remarks = Remarks()
     for condition in script.skipped:
         remarks.approximate(f"if {condition}", "only a shell can tell; taken as false")
+    held = {name: [value] for name, value in script.variables.items() if isinstance(value, str)}
+    gres = (asked.get("gres") or [""])[0]
+    devices = [gres.rsplit(":", 1)[-1]] if gres.startswith("gpu") else []
     size = (
-        _count(options, asked, script, _PER_NODE, _VARIABLES["per_node"]),
-        _count(options, asked, script, _NODES, _VARIABLES["nodes"]),
+        _count(_firsts([options, asked], _PER_NODE) + _firsts([held], _PER_NODE_VARIABLES) + devices),
+        _count(_firsts([options, asked], _NODES) + _firsts([held], _NODES_VARIABLES)),
     )
     return _import(Arguments(options, where), remarks, path, cluster, size)
 
 
-def chosen(given: Mapping[str, str]) -> dict[str, list[str]]:
+def _chosen(given: Mapping[str, str]) -> dict[str, list[str]]:
     """Arguments among what a caller sets: names in small letters; the others are variables."""
-    return {name.replace("_", "-"): [value] for name, value in given.items() if name == name.lower()}
+    return _plain({name: [value] for name, value in given.items() if name == name.lower()})
 
 
 def import_yaml(text: str, path: Path, cluster: str | None, given: Mapping[str, str]) -> Imported:
@@ -55,8 +59,8 @@ def import_yaml(text: str, path: Path, cluster: str | None, given: Mapping[str, 
     found = read_yaml(text, where)
     of_case = {k.removeprefix("MODEL_ARGS."): v for k, v in found.items() if k.startswith("MODEL_ARGS.")}
     options = _plain({key.removeprefix("--").replace("_", "-"): v for key, v in (of_case or found).items()})
-    options |= chosen(given)
-    size = (_count(options, {}, None, _PER_NODE, ()), _count(options, {}, None, _NODES, ()))
+    options |= _chosen(given)
+    size = (_count(_firsts([options], _PER_NODE)), _count(_firsts([options], _NODES)))
     return _import(Arguments(options, where), Remarks(), path, cluster, size)
 
 
@@ -99,19 +103,13 @@ def _plain(options: Mapping[str, list[str]]) -> dict[str, list[str]]:
     return plain
 
 
-def _count(
-    options: Mapping[str, list[str]],
-    asked: Mapping[str, list[str]],
-    script: Script | None,
-    names: Sequence[str],
-    variables: Sequence[str],
-) -> int:
-    """The first count that launchers, SLURM or variables give; 0 if none does."""
-    values = [source[name][0] for source in (options, asked) for name in names if source.get(name)]
-    if script:
-        values += [value for value in map(script.variables.get, variables) if isinstance(value, str)]
-        gres = asked.get("gres", [""])[0] if "nproc-per-node" in names and asked.get("gres") else ""
-        values += [gres.rsplit(":", 1)[-1]] if gres.startswith("gpu") else []
+def _firsts(sources: Iterable[Mapping[str, list[str]]], names: Sequence[str]) -> list[str]:
+    """The first word of each of these names in each source: launchers, SLURM or variables."""
+    return [source[name][0] for source in sources for name in names if source.get(name)]
+
+
+def _count(values: Iterable[str]) -> int:
+    """The first of the values that is a count; 0 if none is."""
     counts = [number_in(v) for v in values if not is_unset(v)]
     return next((n for n in counts if n and 0 < n < 10**6), 0)
 
@@ -119,40 +117,34 @@ def _count(
 def _import(a: Arguments, remarks: Remarks, path: Path, cluster: str | None, size: tuple[int, int]) -> Imported:
     _refuse(a)
     on = place(cluster, size[0], size[1], a.where)
-    devices = count_devices({"cluster": on}, a.where)
+    devices = count_devices(on, a.where)
     if all(size) and size[0] * size[1] != devices:
         remarks.approximate("--nnodes", f"{size[0] * size[1]} devices in the file, {devices} asked for")
     a.read |= {*_PER_NODE, *_NODES}
     model = {**model_table(a, remarks, degrees(a)["tp"]), "name": path.stem}
     strategy = strategy_table(a, remarks, model, devices)
     precision = precision_table(a, remarks, model)
-    family = "megatron-core"
     table: dict[str, Any] = {
         "sequence": a.integer("seq-length"),
         "global_batch": _global_batch(a, remarks, strategy),
         "cluster": on,
         "model": model,
         "precision": precision,
-        "software": software_table(a, remarks, family),
+        "software": software_table(a, remarks),
         "strategy": strategy,
     }
     table["run"] = _run(a, remarks, table["global_batch"])
     if a.text("optimizer", "adam") not in ("adam", "adamw", "distributed_fused_adam", "mcore_distributed_optim"):
         remarks.leave_out("--optimizer", f"{a.text('optimizer', '')}; AdamW stands in its place: state and time")
-    for name in a.unread():
-        group, what = sort_unread(name)
-        if group == "irrelevant":
-            remarks.irrelevant.append(a.said(name))
-        elif a.options[name][:1] not in (["false"], ["0"], ["null"], ["none"]):
-            (remarks.approximate if group == "approximated" else remarks.leave_out)(a.said(name), what)
+    a.sort_unread(remarks, sort_name)
     return finish(table, path, "Megatron's arguments", remarks)
 
 
 def _refuse(a: Arguments) -> None:
     """Raise SpecError on architectures of which a job would be a false picture."""
-    for name, words in a.options.items():
-        group, what = sort_unread(name)
-        if group == "refused" and words[:1] not in (["false"], ["null"], ["0"], ["None"]):
+    for name in a.options:
+        group, what = sort_name(name)
+        if group == "refused" and not a.is_off(name):
             raise SpecError(f"{a.where}: --{name}: {what}: no job expresses that")
 
 
@@ -181,7 +173,7 @@ def _run(a: Arguments, remarks: Remarks, batch: int) -> dict[str, Any]:
     if a.options.get("lr-warmup-fraction"):
         whole = a.integer("lr-decay-iters", 0) or a.integer("lr-decay-samples", 0) // max(batch, 1) or steps
         warmup = int(a.number("lr-warmup-fraction") * whole)
-    a.read |= {"lr-decay-iters", "lr-decay-samples", "lr-warmup-fraction"}
+    a.read |= {"lr-decay-iters", "lr-decay-samples", "lr-warmup-fraction", "lr-warmup-samples"}
     warmup = warmup or a.integer("lr-warmup-samples", 0) // max(batch, 1)
     run["warmup_steps"] = min(warmup, steps or 1000)
     if warmup > run["warmup_steps"]:

@@ -4,8 +4,9 @@ import re
 from typing import Any
 
 from greylag.interop.arguments import Arguments, Remarks
+from greylag.interop.words import number_in
 from greylag.spec.error import SpecError
-from greylag.spec.published import MOST_LAYERS, expert_layers, windows
+from greylag.spec.published import MOST_LAYERS, expert_layers, shared_experts, windows
 
 _PATTERN = re.compile(r"[\d\[\]()*+,\s]+")
 _TERM = re.compile(r"\[([\d,\s]*)\](?:\*(\d+))?")
@@ -49,13 +50,13 @@ def model_table(a: Arguments, remarks: Remarks, tp: int) -> dict[str, Any]:
 
 def _activation(a: Arguments, remarks: Remarks) -> str:
     function = a.text("activation-func", "").lower()
-    gated = a.flag("gated-linear-unit")
+    gated, swiglu = a.flag("gated-linear-unit"), a.flag("swiglu")
     if a.flag("squared-relu") or "squared" in function:
         return "relu2"
     if a.flag("quick-geglu") or ("gelu" in function and (gated or "geglu" in function)):
         remarks.approximate("--quick-geglu", "a gated GELU is counted as SwiGLU: the same GEMMs")
         return "swiglu"
-    return "swiglu" if a.flag("swiglu") or gated or "swiglu" in function or "silu" in function else "gelu"
+    return "swiglu" if swiglu or gated or "swiglu" in function or "silu" in function else "gelu"
 
 
 def _ffn(a: Arguments, width: int, kind: str) -> int:
@@ -71,8 +72,8 @@ def _vocabulary(a: Arguments, remarks: Remarks, tp: int) -> int:
         return padded
     size = a.integer("vocab-size", 0)
     if not size:
-        known = _TOKENIZERS.get(a.options.get("tokenizer-type", [""])[0] if a.options.get("tokenizer-type") else "")
-        size = known or _UNKNOWN_VOCABULARY
+        tokenizer = (a.options.get("tokenizer-type") or [""])[0]
+        size = _TOKENIZERS.get(tokenizer, _UNKNOWN_VOCABULARY)
         how = "GPT-2's" if size == _UNKNOWN_VOCABULARY else "that tokenizer's"
         remarks.approximate("--vocab-size", f"the tokenizer knows it; {size} stands for it, {how}: add vocab-size=N "
                             "behind the file")  # fmt: skip
@@ -156,9 +157,9 @@ def _windows(a: Arguments, remarks: Remarks, layers: int) -> dict[str, Any]:
 
 
 def _skipping(freq: str, layers: int, a: Arguments) -> list[bool]:
-    if not freq.isdecimal() or len(freq) > 9:
+    every = number_in(freq)
+    if every is None or every < 0:
         raise SpecError(f"{a.where}: --window-attn-skip-freq: {freq!r} is neither a number nor a list")
-    every = int(freq)
     return [not every or (i + 1) % every != 0 for i in range(layers)]
 
 
@@ -188,8 +189,7 @@ def _experts(a: Arguments, remarks: Remarks, table: dict[str, Any]) -> dict[str,
         "num_experts": a.integer("num-experts"),
         "top_k": top_k,
         "ffn_hidden_size": width,
-        "num_shared_experts": -(-shared // max(width, 1)),
-        **({"shared_width": shared} if shared % max(width, 1) else {}),
+        **shared_experts(shared, width),
         **_sparse(freq, layers, a, remarks),
         "scoring": "softmax" if score == "softmax" else "sigmoid",
         # Softmax behind the choice, Megatron's default, is softmax over all divided by the sum of the chosen.
@@ -213,8 +213,9 @@ def _experts(a: Arguments, remarks: Remarks, table: dict[str, Any]) -> dict[str,
 def _sparse(freq: str, layers: int, a: Arguments, remarks: Remarks) -> dict[str, int]:
     if "[" in freq:
         return expert_layers([n > 0 for n in _pattern(freq, layers, a)], a.where)
-    if not freq.isdecimal() or not 1 <= int(freq[:9]) <= layers:
+    every = number_in(freq)
+    if every is None or not 1 <= every <= layers:
         raise SpecError(f"{a.where}: --moe-layer-freq: {freq!r} is neither a number of layers nor a list")
-    if int(freq) > 1:
+    if every > 1:
         remarks.approximate("--moe-layer-freq", "experts in the first of each run of layers; they stand in the last")
-    return {"num_dense_layers": 0, "every": int(freq)}
+    return {"num_dense_layers": 0, "every": every}

@@ -46,80 +46,79 @@ IRRELEVANT = re.compile(
 """Names of arguments, and of launchers' options, that change no time and no byte of a step."""
 
 _KERNELS = "which kernels are fused is the software's: its constants stand for all of them"
-APPROXIMATED: dict[re.Pattern[str], str] = {
-    re.compile(r"(no-)?(bias|masked-softmax|rope|cross-entropy|gradient-accumulation|persist|memory-efficient|swiglu"
-               r"|apply-rope|gradient-reduce-div|fused|use-fused|use-flashinfer|use-transformer-engine-op|use-te-activ"
-               r"|moe-permute|moe-router|moe-single|moe-use|mla-down-proj|moe-apply|fp16-lm)[a-z-]*(fusion|fuser"
-               r"|layer-norm|fused-rope|loss-fusion|norm|impl|rope|func|cross-entropy|grouped-tensor|weight|bias"
-               r"|input)|openai-gelu|output-logit-dtype|flash-attention-version"
-               r"|use-grouped-gemm-for-.*|disable-jit-fuser|clone-scatter.*"): _KERNELS,
-    re.compile(r"tp-comm-(?!overlap$).*|tp-comm-overlap-.*"): "how TP communication is cut; the software's `exposed`",
-    re.compile(r"ddp-.*|no-use-layer.*|use-nccl-ub|.*nccl-ub|use-sharp|sharp-.*|nccl-.*|high-priority-.*|fsdp-.*"
-               r"|disable-symmetric-registration|suggested-communication-unit-size|create-all-gather-group"
-               r"|megatron-fsdp-(version|enable|max).*|keep-fp8-transpose-cache|batch-p2p-.*|pipeline-model-parallel-"
-               r"comm-backend|use-ring-exchange-p2p"): "buffers of dp communication; the software's `exposed`",
-    re.compile(r"overlap-p2p-communication-warmup-flush|microbatch-group-size-per-vp-stage"
-               r"|microbatch-group-size-per-virtual-pipeline-stage"): "the order of interleaving is the schedule's own",
-    re.compile(r"delay-wgrad-compute|defer-embedding-wgrad-compute|wgrad-deferral-limit"
-               r"|overlap-dispatch-backward-with-experts-wgrad|moe-shared-expert-overlap|ep-overlap-.*"
-               r"|overlap-param-gather-with-optimizer-step"): "a further overlap; the software's `exposed`",
-    re.compile(r"moe-flex-dispatcher-backend|moe-enable-deepep|moe-.*-num-sms.*|moe-hybridep-.*"
-               r"|moe-permute-fusion-into-hybridep"): "which kernels bring tokens to nodes: the device's constants",
-    re.compile(r"cuda-graph-.*|optimizer-cuda-graph"): "the whole step is launched from graphs",
-    re.compile(r"cp-comm-type|hierarchical-context-parallel-sizes"): "keys and values are gathered (all_gather)",
-    re.compile(r"moe-router-force-load-balancing|moe-router-force-biased"): "tokens are spread evenly over experts",
-    re.compile(r"moe-router-padding-for-.*"): "rows that pad experts' inputs are not counted",
-    re.compile(r"batch-invariant-.*"): "deterministic kernels are slower than those counted",
-    re.compile(r"empty-unused-memory-level"): "emptying the allocator's cache takes time that is not counted",
-    re.compile(r"use-precision-aware-optimizer|store-param-remainders|reuse-grad-buf-for-mxfp8-param-ag"
-               r"|no-store-param-remainders"): "master weights are FP32 beside BF16",
-    re.compile(r"overlap-cpu-optimizer-d2h-h2d|use-torch-optimizer-for-cpu-offload|no-pin-cpu-.*|offload-modules"
-               r"|cpu-offloading-.*|min-offloaded-tensor-size|activation-offload-fraction"): "whole pools",
-    re.compile(r"lr-warmup-samples|lr-decay-style"): "the trainer warms up in steps and decays by a cosine",
-    re.compile(r"glu-linear-offset|activation-func-clamp-value|rotary-interleaved|softmax-scale|qk-l2-norm"
-               r"|no-rope-freq|moe-token-drop-policy|moe-pad-expert-input-to-capacity|mtp-detach-heads"
-               r"|mtp-hsm"): "changes neither FLOPs nor bytes noticeably",
+APPROXIMATED: dict[str, str] = {
+    r"(no-)?(bias|masked-softmax|rope|cross-entropy|gradient-accumulation|persist|memory-efficient|swiglu"
+    r"|apply-rope|gradient-reduce-div|fused|use-fused|use-flashinfer|use-transformer-engine-op|use-te-activ"
+    r"|moe-permute|moe-router|moe-single|moe-use|mla-down-proj|moe-apply|fp16-lm)[a-z-]*(fusion|fuser"
+    r"|layer-norm|fused-rope|loss-fusion|norm|impl|rope|func|cross-entropy|grouped-tensor|weight|bias"
+    r"|input)|openai-gelu|output-logit-dtype|flash-attention-version"
+    r"|use-grouped-gemm-for-.*|disable-jit-fuser|clone-scatter.*": _KERNELS,
+    r"tp-comm-(?!overlap$).*|tp-comm-overlap-.*": "how TP communication is cut; the software's `exposed`",
+    r"ddp-.*|no-use-layer.*|use-nccl-ub|.*nccl-ub|use-sharp|sharp-.*|nccl-.*|high-priority-.*|fsdp-.*"
+    r"|disable-symmetric-registration|suggested-communication-unit-size|create-all-gather-group"
+    r"|megatron-fsdp-(version|enable|max).*|keep-fp8-transpose-cache|batch-p2p-.*|pipeline-model-parallel-"
+    r"comm-backend|use-ring-exchange-p2p": "buffers of dp communication; the software's `exposed`",
+    r"overlap-p2p-communication-warmup-flush|microbatch-group-size-per-vp-stage"
+    r"|microbatch-group-size-per-virtual-pipeline-stage": "the order of interleaving is the schedule's own",
+    r"delay-wgrad-compute|defer-embedding-wgrad-compute|wgrad-deferral-limit"
+    r"|overlap-dispatch-backward-with-experts-wgrad|moe-shared-expert-overlap|ep-overlap-.*"
+    r"|overlap-param-gather-with-optimizer-step": "a further overlap; the software's `exposed`",
+    r"moe-flex-dispatcher-backend|moe-enable-deepep|moe-.*-num-sms.*|moe-hybridep-.*"
+    r"|moe-permute-fusion-into-hybridep": "which kernels bring tokens to nodes: the device's constants",
+    r"cuda-graph-.*|optimizer-cuda-graph": "the whole step is launched from graphs",
+    r"cp-comm-type|hierarchical-context-parallel-sizes": "keys and values are gathered (all_gather)",
+    r"moe-router-force-load-balancing|moe-router-force-biased": "tokens are spread evenly over experts",
+    r"moe-router-padding-for-.*": "rows that pad experts' inputs are not counted",
+    r"batch-invariant-.*": "deterministic kernels are slower than those counted",
+    r"empty-unused-memory-level": "emptying the allocator's cache takes time that is not counted",
+    r"use-precision-aware-optimizer|store-param-remainders|reuse-grad-buf-for-mxfp8-param-ag"
+    r"|no-store-param-remainders": "master weights are FP32 beside BF16",
+    r"overlap-cpu-optimizer-d2h-h2d|use-torch-optimizer-for-cpu-offload|no-pin-cpu-.*|offload-modules"
+    r"|cpu-offloading-.*|min-offloaded-tensor-size|activation-offload-fraction": "whole pools",
+    r"glu-linear-offset|activation-func-clamp-value|rotary-interleaved|softmax-scale|qk-l2-norm"
+    r"|no-rope-freq|moe-token-drop-policy|moe-pad-expert-input-to-capacity|mtp-detach-heads"
+    r"|mtp-hsm": "changes neither FLOPs nor bytes noticeably",
 }  # fmt: skip
 """By pattern: what stands in the place of arguments that a job only comes near."""
 
-LEFT_OUT: dict[re.Pattern[str], str] = {
-    re.compile(r"fp8-dot-product-attention|fp8-multi-head-attention|use-kitchen-attention"): "attention core in FP8",
-    re.compile(r"fp8-output-proj"): "the output head in FP8",
-    re.compile(r"kitchen-.*|use-kitchen|quant-recipe|te-precision-config-file|fp[48]-quantizer-factory"):
+LEFT_OUT: dict[str, str] = {
+    r"fp8-dot-product-attention|fp8-multi-head-attention|use-kitchen-attention": "attention core in FP8",
+    r"fp8-output-proj": "the output head in FP8",
+    r"kitchen-.*|use-kitchen|quant-recipe|te-precision-config-file|fp[48]-quantizer-factory":
         "a recipe of its own for each layer",
-    re.compile(r"moe-expert-capacity-factor|moe-token-dropping|moe-expert-rank-capacity-factor"):
+    r"moe-expert-capacity-factor|moe-token-dropping|moe-expert-rank-capacity-factor":
         "tokens beyond capacity are dropped or padded: FLOPs of experts",
-    re.compile(r"moe-shared-expert-gate"): "a gate on the shared expert: a vector of weights a layer",
-    re.compile(r"softmax-type"): "a sink in each head",
-    re.compile(r"attention-output-gate"): "a gate on attention's output: FLOPs and weights",
-    re.compile(r"moe-latent-size"): "experts in a narrower space: FLOPs and bytes of experts",
-    re.compile(r"mtp-use-repeated-layer"): "prediction modules that share a layer: weights",
-    re.compile(r"distribute-saved-activations"): "saved inputs cut over TP: memory",
-    re.compile(r"outer-dp-sharding-strategy|enable-full-sharding-in-hsdp"): "state cut over replicas too: memory",
-    re.compile(r"moe-paged-stash.*"): "activations of experts in pages: memory",
-    re.compile(r"moe-dispatch-fwd-dtype|moe-combine-bwd-dtype"): "tokens that travel in MXFP8: bytes on the wire",
-    re.compile(r"fp32-residual-connection"): "a residual stream in FP32: memory and bandwidth",
-    re.compile(r"activation-func-fp8-input-store"): "inputs of activations kept in FP8: memory",
-    re.compile(r"tensor-parallel-num-weight-shards|expert-tensor-parallel-num-weight-shards|gtp-.*"):
+    r"moe-shared-expert-gate": "a gate on the shared expert: a vector of weights a layer",
+    r"softmax-type": "a sink in each head",
+    r"attention-output-gate": "a gate on attention's output: FLOPs and weights",
+    r"moe-latent-size": "experts in a narrower space: FLOPs and bytes of experts",
+    r"mtp-use-repeated-layer": "prediction modules that share a layer: weights",
+    r"distribute-saved-activations": "saved inputs cut over TP: memory",
+    r"outer-dp-sharding-strategy|enable-full-sharding-in-hsdp": "state cut over replicas too: memory",
+    r"moe-paged-stash.*": "activations of experts in pages: memory",
+    r"moe-dispatch-fwd-dtype|moe-combine-bwd-dtype": "tokens that travel in MXFP8: bytes on the wire",
+    r"fp32-residual-connection": "a residual stream in FP32: memory and bandwidth",
+    r"activation-func-fp8-input-store": "inputs of activations kept in FP8: memory",
+    r"tensor-parallel-num-weight-shards|expert-tensor-parallel-num-weight-shards|gtp-.*":
         "weights cut further than TP: memory and messages",
-    re.compile(r"hybrid-context-parallel|max-seqlen-per-dp-cp-rank|variable-seq-lengths|sft|seq-.*packing.*"):
+    r"hybrid-context-parallel|max-seqlen-per-dp-cp-rank|variable-seq-lengths|sft|seq-.*packing.*":
         "sequences of unequal length",
-    re.compile(r"num-microbatches-with-partial-activation-checkpoints"): "recompute of some micro-batches only",
+    r"num-microbatches-with-partial-activation-checkpoints": "recompute of some micro-batches only",
 }  # fmt: skip
 """By pattern: what arguments that a job cannot express change."""
 
-REFUSED: dict[re.Pattern[str], str] = {
-    re.compile(r"is-hybrid-model|hybrid-override-pattern|hybrid-layer-pattern|mamba-.*|gdp-.*|mtp-hybrid-.*"):
+REFUSED: dict[str, str] = {
+    r"is-hybrid-model|hybrid-override-pattern|hybrid-layer-pattern|mamba-.*|gdp-.*|mtp-hybrid-.*":
         "Mamba layers",
-    re.compile(r"experimental-attention-variant|linear-attention-freq|dsa-.*|linear-(conv|key|value|num)-.*"):
+    r"experimental-attention-variant|linear-attention-freq|dsa-.*|linear-(conv|key|value|num)-.*":
         "linear or sparse attention",
-    re.compile(r"heterogeneous-.*"): "layers that differ from one another",
-    re.compile(r"yaml-cfg"): "arguments in another file: import that file",
-    re.compile(r"vision-.*|img-.*|patch-dim|num-channels|swin-.*|dino-.*"): "a vision model",
-    re.compile(r"bert-.*|ict-.*|biencoder-.*|decoder-seq-length|mask-prob|short-seq-prob|vocab-extra-ids"):
+    r"heterogeneous-.*": "layers that differ from one another",
+    r"yaml-cfg": "arguments in another file: import that file",
+    r"vision-.*|img-.*|patch-dim|num-channels|swin-.*|dino-.*": "a vision model",
+    r"bert-.*|ict-.*|biencoder-.*|decoder-seq-length|mask-prob|short-seq-prob|vocab-extra-ids":
         "an encoder (BERT, T5)",
-    re.compile(r"enable-mhc-connections|mhc-.*"): "hyper-connections",
-    re.compile(r"perform-rl-step|rl-.*|grpo-.*|langrl-.*"): "reinforcement learning",
+    r"enable-mhc-connections|mhc-.*": "hyper-connections",
+    r"perform-rl-step|rl-.*|grpo-.*|langrl-.*": "reinforcement learning",
 }  # fmt: skip
 """By pattern: architectures and tasks of which a job would be a false picture."""
 
@@ -142,12 +141,12 @@ ALIASES = {
 """Names of Megatron-Bridge, NeMo and older releases, and the argument that they stand for."""
 
 
-def sort_unread(name: str, dialect: str = "Megatron-LM") -> tuple[str, str]:
+def sort_name(name: str) -> tuple[str, str]:
     """(group, what to say) of an argument that nothing has read: irrelevant, approximated, left out or refused."""
     if IRRELEVANT.fullmatch(name):
         return "irrelevant", ""
     for group, patterns in (("refused", REFUSED), ("left out", LEFT_OUT), ("approximated", APPROXIMATED)):
         for pattern, what in patterns.items():
-            if pattern.fullmatch(name):
+            if re.fullmatch(pattern, name):
                 return group, what
-    return "left out", f"not known here as an argument of {dialect}: what it changes is not counted"
+    return "left out", "not known here as an argument of Megatron-LM: what it changes is not counted"

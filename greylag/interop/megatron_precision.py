@@ -7,18 +7,24 @@ head, router and attention core in BF16. Defaults: TransformerConfig of NVIDIA/M
 from typing import Any
 
 from greylag.interop.arguments import Arguments, Remarks
-from greylag.interop.jobfile import changed
-from greylag.spec.load import load_preset, presets
+from greylag.interop.jobfile import newest_software
+from greylag.spec.load import load_preset
 
 _RECIPES = {"delayed": "fp8-tensor-delayed", "tensorwise": "fp8-tensor-current", "blockwise": "fp8-block128",
             "mxfp8": "mxfp8"}  # fmt: skip
+_FP8_ALONE = {
+    "fp8-interval", "fp8-margin", "fp8-amax-history-len", "fp8-amax-compute-algo", "fp8-recipe", "fp8-wgrad",
+    "first-last-layers-bf16", "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16", "fp4-param-gather",
+    "fp8-param-gather", "no-fp8-wgrad", "disable-fp8-wgrad", "fp4-recipe", "tp-only-amax-red", "fp8-e4m3",
+}  # fmt: skip
+"""Options of FP8 that have no effect without it."""
 _MOMENTS = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16", "fp8": "fp8"}
 
 
 def precision_table(a: Arguments, remarks: Remarks, model: dict[str, Any]) -> dict[str, Any]:
     """The `precision` table."""
     fp8, fp4 = a.text("fp8-format", ""), a.text("fp4-format", "")
-    _mixed(a)
+    a.read |= _FP8_ALONE
     if a.flag("fp8-hybrid"):
         fp8 = "hybrid"
     elif a.flag("fp8-e4m3"):
@@ -30,19 +36,10 @@ def precision_table(a: Arguments, remarks: Remarks, model: dict[str, Any]) -> di
         table = {"preset": "fp32"}
     if fp4:
         remarks.leave_out("--fp4-format", "GEMMs in FP4; MXFP8 stands in their place, at half the speed or less")
-        a.read |= {"fp4-recipe", "fp4-param-gather", "fp8-recipe"}
-        fp8 = fp8 or "e4m3"
         table = _fp8(a, remarks, model, "e4m3", "mxfp8")
     elif fp8 and fp8 != "none":
         table = _fp8(a, remarks, model, fp8, a.text("fp8-recipe", "delayed"))
     return table | _moments(a, remarks)
-
-
-def _mixed(a: Arguments) -> None:
-    """Options of FP8 that have no effect without it."""
-    a.read |= {"fp8-interval", "fp8-margin", "fp8-amax-history-len", "fp8-amax-compute-algo", "fp8-recipe", "fp8-wgrad"}
-    a.read |= {"first-last-layers-bf16", "num-layers-at-start-in-bf16", "num-layers-at-end-in-bf16", "fp4-param-gather"}
-    a.read |= {"fp8-param-gather", "no-fp8-wgrad", "disable-fp8-wgrad", "fp4-recipe", "tp-only-amax-red", "fp8-e4m3"}
 
 
 def _fp8(a: Arguments, remarks: Remarks, model: dict[str, Any], form: str, recipe: str) -> dict[str, Any]:
@@ -93,21 +90,20 @@ def _moments(a: Arguments, remarks: Remarks) -> dict[str, Any]:
     return table
 
 
-def software_table(a: Arguments, remarks: Remarks, family: str) -> dict[str, Any] | str:
-    """The newest software preset of a family, with what the arguments change of it."""
-    newest = max((name for name in presets("software") if name.startswith(family)), default="")
+def software_table(a: Arguments, remarks: Remarks) -> dict[str, Any] | str:
+    """Megatron-Core's newest software preset, with what the arguments change of it."""
     low = a.flag("bf16") or a.flag("fp16") or a.text("fp8-format", "") != "" or a.text("fp4-format", "") != ""
     facts: dict[str, Any] = {"parameters": "bf16" if low else "fp32", "activations": "fused"}
     gradients = a.text("main-grads-dtype", a.text("megatron-fsdp-main-grads-dtype", "fp32"))
     half = a.flag("grad-reduce-in-bf16") or gradients == "bf16"
     facts["gradients"] = "bf16" if half or a.flag("no-grad-reduce-in-fp32") else "fp32"
     a.read |= {"megatron-fsdp-grad-comm-dtype", "grad-reduce-in-fp32"}
-    graphs = a.text("cuda-graph-impl", "none") != "none" or a.flag("cuda-graph", "enable-cuda-graph")
+    graphs = a.text("cuda-graph-impl", "none") != "none" or a.flag("cuda-graph")
     facts |= {"graphs": True} if graphs else {}
     facts |= _layers(a, remarks)
     if a.text("moe-token-dispatcher-type", "allgather") == "flex":
         facts["dispatch"] = "nodes"  # DeepEP or HybridEP
-    return changed(newest, "software", facts) if newest else {"name": family, **facts}
+    return newest_software("megatron-core", facts)
 
 
 def _layers(a: Arguments, remarks: Remarks) -> dict[str, Any]:

@@ -4,13 +4,16 @@ Rules of stages: get_num_layers_to_build and PipelineParallelLayerLayout of NVID
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from greylag.interop.arguments import Arguments, Remarks
+from greylag.interop.jobfile import data_parallel
 from greylag.spec.error import SpecError
 from greylag.spec.published import MOST_LAYERS
+from greylag.spec.strategy import RecomputeModule
 
-_MODULES = {
+RECOMPUTE_MODULES: dict[str, RecomputeModule] = {
     "core_attn": "attention",
     "layernorm": "norm",
     "moe_act": "activation",
@@ -18,26 +21,21 @@ _MODULES = {
     "mlp": "mlp",
     "moe": "moe",
 }
+"""Names of Megatron-Core's `recompute_modules` (megatron/core/transformer/transformer_config.py)."""
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
 
 def degrees(a: Arguments) -> dict[str, int]:
-    """tp, pp and cp, each 1 or more."""
+    """tp, pp and cp."""
     names = {"tp": "tensor-model-parallel-size", "pp": "pipeline-model-parallel-size", "cp": "context-parallel-size"}
-    found = {axis: a.integer(name, 1) for axis, name in names.items()}
-    if not all(0 < n < 2**31 for n in found.values()):
-        raise SpecError(f"{a.where}: {', '.join(f'{k} {n}' for k, n in found.items())}: degrees begin at 1")
-    return found
+    return {axis: a.integer(name, 1) for axis, name in names.items()}
 
 
 def strategy_table(a: Arguments, remarks: Remarks, model: dict[str, Any], devices: int) -> dict[str, Any]:
     """The `strategy` table on so many devices."""
     d = degrees(a)
-    ranks = d["tp"] * d["pp"] * d["cp"]
-    if devices % ranks or not devices:
-        raise SpecError(f"{a.where}: tp {d['tp']} x pp {d['pp']} x cp {d['cp']} does not divide {devices} devices; "
-                        "give another --cluster")  # fmt: skip
-    table: dict[str, Any] = {"dp": devices // ranks, **d, "micro_batch": a.integer("micro-batch-size", 1)}
+    table: dict[str, Any] = {"dp": data_parallel(d, devices, a.where), **d}
+    table["micro_batch"] = a.integer("micro-batch-size", 1)
     table |= _expert_degrees(a, model)
     table |= _pipeline(a, remarks, model["num_layers"], d["pp"])
     table |= _sharding(a, remarks, table)
@@ -64,17 +62,17 @@ def _expert_degrees(a: Arguments, model: dict[str, Any]) -> dict[str, Any]:
 def _pipeline(a: Arguments, remarks: Remarks, layers: int, pp: int) -> dict[str, Any]:
     """vp, stage_layers and schedule."""
     layout = a.text("pipeline-model-parallel-layout", "")
-    per_stage, per_rank = (
-        a.integer("num-layers-per-virtual-pipeline-stage", 0),
-        a.integer("num-virtual-stages-per-pipeline-rank", 0),
-    )
-    stages: list[int] = []
+    per_stage = a.integer("num-layers-per-virtual-pipeline-stage", 0)
+    per_rank = a.integer("num-virtual-stages-per-pipeline-rank", 0)
+    stages: Sequence[int] = ()
     vp = 1
     if pp == 1:
-        _edges(a, 0, 1, 1)
+        _edges(a, 0, 1, 1)  # so that what speaks of stages is read
         return {"vp": 1}
     if layout:
-        stages = _layout(layout, a, remarks)
+        stages = layout_stages(layout, f"{a.where}: --pipeline-model-parallel-layout")
+        if "m" in layout and "m" not in layout.rpartition("|")[2]:
+            remarks.approximate("--pipeline-model-parallel-layout", "prediction modules stand on the last stage")
         if len(stages) % pp or sum(stages) != layers:
             raise SpecError(f"{a.where}: --pipeline-model-parallel-layout: {len(stages)} stages, {sum(stages)} layers, "
                             f"for pp {pp} and {layers} layers")  # fmt: skip
@@ -88,7 +86,11 @@ def _pipeline(a: Arguments, remarks: Remarks, layers: int, pp: int) -> dict[str,
     if not layout:
         stages = _edges(a, layers, pp, vp)
     even = len(set(stages)) <= 1
-    return {"vp": vp, "schedule": "interleaved" if vp > 1 else "1f1b", **({} if even else {"stage_layers": stages})}
+    return {
+        "vp": vp,
+        "schedule": "interleaved" if vp > 1 else "1f1b",
+        **({} if even else {"stage_layers": list(stages)}),
+    }
 
 
 def _edges(a: Arguments, layers: int, pp: int, vp: int) -> list[int]:
@@ -113,21 +115,22 @@ def _edges(a: Arguments, layers: int, pp: int, vp: int) -> list[int]:
     return stages
 
 
-def _layout(text: str, a: Arguments, remarks: Remarks) -> list[int]:
-    """Layers of each stage of a layout such as `Et*3|(tt|)*29m|L`: t a layer, m a prediction module, E, L the ends."""
-    plain = re.sub(r"[\s,'\"]", "", text)
+def layout_stages(layout: str, where: str = "layout") -> tuple[int, ...]:
+    """Layers of each stage of a `--pipeline-model-parallel-layout`: `Et*3|(tt|)*6mL` is (3, 2, 2, 2, 2, 2, 2, 0).
+
+    `t` is a decoder layer, `|` ends a stage, `E`, `m`, `L` are the embedding, a prediction module and the loss; `x*3`
+    and `(x)*3` repeat (megatron/core/transformer/pipeline_parallel_layer_layout.py). Raises SpecError on anything else.
+    """
+    plain = re.sub(r"[\s,'\"]", "", layout)
     for _ in range(8):
         if "*" not in plain:
             break
         plain = re.sub(r"(\(([^()]*)\)|([A-Za-z|]))\*(\d{1,4})", lambda m: (m[2] or m[3] or "") * int(m[4]), plain)
         if len(plain) > 4 * MOST_LAYERS:
-            raise SpecError(f"{a.where}: --pipeline-model-parallel-layout: too long")
+            raise SpecError(f"{where}: too long")
     if not re.fullmatch(r"[EtmL|]*", plain):
-        raise SpecError(f"{a.where}: --pipeline-model-parallel-layout: {text!r}: write it as Et*3|(tt|)*29m|L")
-    stages = plain.split("|")
-    if "m" in plain and "m" not in stages[-1]:
-        remarks.approximate("--pipeline-model-parallel-layout", "prediction modules stand on the last stage")
-    return [stage.count("t") for stage in stages]
+        raise SpecError(f"{where}: {layout!r}: write it as Et*3|(tt|)*29m|L")
+    return tuple(stage.count("t") for stage in plain.split("|"))
 
 
 def _sharding(a: Arguments, remarks: Remarks, table: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +153,7 @@ def _recompute(a: Arguments, remarks: Remarks, model: dict[str, Any]) -> dict[st
         granularity = granularity or "selective"
     number = a.integer("recompute-num-layers", 0)
     chosen = a.words("recompute-modules")
-    if a.flag("recompute-moe-layers", "moe-layer-recompute"):
+    if a.flag("recompute-moe-layers"):
         granularity, chosen = granularity or "selective", [*chosen, "moe"]
     if granularity == "full":
         if method == "block":
@@ -162,7 +165,7 @@ def _recompute(a: Arguments, remarks: Remarks, model: dict[str, Any]) -> dict[st
         return {}
     modules: list[str] = []
     for name in chosen or ["core_attn"]:
-        module = _MODULES.get(name)
+        module = RECOMPUTE_MODULES.get(name)
         applies = {"mla_up": "mla" in model, "moe": "moe" in model, "activation": "moe" in model}
         if module is None:
             remarks.leave_out("--recompute-modules", f"{name} is kept: memory")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from greylag.interop.words import Value, expand, expand_text, is_unset, number_in
+from greylag.interop.words import Value, closing, expand, expand_text, is_unset, number_in
 from greylag.spec.error import SpecError
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -124,7 +124,9 @@ def _assign(words: Sequence[str], variables: dict[str, Value], given: Mapping[st
         rest = rest[1:]
     while rest and (match := _ASSIGNMENT.fullmatch(rest[0])):
         name, plus, raw = match.groups()
-        value: Value = _array(raw, variables) if raw.startswith("(") else expand_text(raw, variables)
+        value: Value = (
+            _array(raw, variables, f"{where}: {name}") if raw.startswith("(") else expand_text(raw, variables)
+        )
         old = variables.get(name)
         if plus and isinstance(value, list):
             value = ([old] if isinstance(old, str) else old or []) + value
@@ -138,8 +140,8 @@ def _assign(words: Sequence[str], variables: dict[str, Value], given: Mapping[st
     return () if declares else rest
 
 
-def _array(raw: str, variables: Mapping[str, Value]) -> list[str]:
-    inner = _statements(raw[1:-1], "array")
+def _array(raw: str, variables: Mapping[str, Value], where: str) -> list[str]:
+    inner = _statements(raw[1:-1], where)
     return [field for statement in inner for word in statement.words for field in expand(word, variables)]
 
 
@@ -186,7 +188,10 @@ def _statements(text: str, where: str) -> Iterator[Statement]:
             or (char == "$" and text[i + 1 : i + 2] in ("(", "{"))
             or (char == "(" and word.endswith("="))
         ):
-            end = _closing(text, i, where)
+            end = closing(text, i)
+            if end is None:
+                line = text.count("\n", 0, i) + 1
+                raise SpecError(f"{where}: line {line}: {text[i : i + 2]!r} is never closed")
             word, i = word + text[i:end], end
             continue
         if char == "#" and not word:
@@ -226,41 +231,6 @@ def _behind_document(text: str, i: int, is_data: bool) -> int:
         return i + text[i : i + 1].count("-")
     end = re.compile(rf"^\s*{re.escape(match[2])}\s*$", re.MULTILINE).search(text, match.end())
     return end.end() if end else len(text)
-
-
-_PAIRS = {"(": ")", "{": "}"}
-
-
-def _closing(text: str, start: int, where: str) -> int:
-    """The place behind the quote or bracket that opens at `start`."""
-    char = text[start]
-    i = start + 1
-    if char == "$":
-        char, i = text[start + 1], start + 2
-    stack = [char]
-    while i < len(text):
-        c, top = text[i], stack[-1]
-        if c == "\\" and top != "'":
-            i += 2
-            continue
-        if c == _PAIRS.get(top, top):
-            stack.pop()
-            if not stack:
-                return i + 1
-        elif top == "'" or (top in '"`' and c != "$"):
-            pass
-        elif c == "$" and text[i + 1 : i + 2] in ("(", "{"):
-            stack.append(text[i + 1])
-            i += 1
-        elif top != '"' and (c in "'\"`" or (c in "({" and c == top)):
-            stack.append(c)
-        elif c == "#" and top == "(" and text[i - 1] in " \t\n(":
-            i = text.find("\n", i)
-            if i < 0:
-                break
-        i += 1
-    line = text.count("\n", 0, start) + 1
-    raise SpecError(f"{where}: line {line}: {text[start : start + 2]!r} is never closed")
 
 
 def split_words(text: str, where: str) -> list[str]:

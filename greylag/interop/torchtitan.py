@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from greylag.interop.arguments import Arguments, Remarks
-from greylag.interop.jobfile import Imported, changed, count_devices, finish, place
+from greylag.interop.jobfile import Imported, count_devices, data_parallel, finish, newest_software, place
 from greylag.interop.torchtitan_models import MODELS
+from greylag.interop.words import number_in
 from greylag.spec.error import SpecError
-from greylag.spec.load import presets
 
 _SCHEDULES = {
     "1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "zbvzerobubble": "zb-v",
@@ -35,7 +35,7 @@ _IRRELEVANT = re.compile(
     r"|experimental\.custom_.*|float8\.emulate|quantize\.linear\.float8\.emulate|.*mxfp8_dim1_cast_kernel_choice"
 )
 _APPROXIMATED = {
-    r".*(loss_parallel)": "the loss is counted as cut over tp",
+    r".*loss_parallel": "the loss is counted as cut over tp",
     r"parallelism\.(context_parallel_rotate_method|expert_parallel_comm_backend)": "how messages are sent",
     r"experimental\.(context_parallel_rotate_method|enable_compiled_autograd)": "how messages are sent",
     r".*precompute_float8_dynamic_scale_for_fsdp|.*force_recompute_fp8_weight_in_bwd": "one scale a weight",
@@ -61,7 +61,7 @@ def import_toml(text: str, path: Path, cluster: str | None, given: Mapping[str, 
     on = place(cluster, 0, 0, where)  # a configuration does not know its devices
     remarks = Remarks()
     model = _model(a)
-    strategy, local = _strategy(a, remarks, model, count_devices({"cluster": on}, where))
+    strategy, local = _strategy(a, remarks, model, count_devices(on, where))
     batch = a.text("training.global_batch_size", "-1")
     precision, software = _precision(a, remarks, model)
     job: dict[str, Any] = {
@@ -74,18 +74,18 @@ def import_toml(text: str, path: Path, cluster: str | None, given: Mapping[str, 
         "strategy": strategy,
         "run": _run(a, remarks),
     }
-    _sort(a, remarks)
+    a.sort_unread(remarks, _sort_name)
     return finish(job, path, "a torchtitan configuration", remarks)
 
 
 def _flat(table: Mapping[str, Any], prefix: str, where: str) -> Iterator[tuple[str, list[str]]]:
-    """Words of each value by its dotted key."""
+    """Words of each value by its dotted key; an empty word for an empty list."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.", where)
         else:
             items = value if isinstance(value, list) else [value]
-            yield prefix + key, [str(i).lower() if isinstance(i, bool) else str(i) for i in items]
+            yield prefix + key, [str(i).lower() if isinstance(i, bool) else str(i) for i in items] or [""]
 
 
 def _first(a: Arguments, *names: str) -> str:
@@ -117,13 +117,7 @@ def _strategy(a: Arguments, remarks: Remarks, model: dict[str, Any], devices: in
     """The `strategy` table, and the sequences of a data-parallel rank in a forward and backward."""
     names = {"tp": "tensor_parallel_degree", "pp": "pipeline_parallel_degree", "cp": "context_parallel_degree"}
     table: dict[str, Any] = {axis: a.integer(_degree(a, name), 1) for axis, name in names.items()}
-    if not all(0 < n < 2**31 for n in table.values()):
-        raise SpecError(f"{a.where}: degrees begin at 1")
-    ranks = table["tp"] * table["pp"] * table["cp"]
-    if devices % ranks or not devices:
-        raise SpecError(f"{a.where}: tp {table['tp']} x pp {table['pp']} x cp {table['cp']} does not divide {devices} "
-                        "devices; give another --cluster")  # fmt: skip
-    table["dp"] = devices // ranks
+    table["dp"] = data_parallel(table, devices, a.where)
     table |= _sharding(a, table)
     if "moe" in model:
         table["ep"] = a.integer("parallelism.expert_parallel_degree", 1)
@@ -153,7 +147,7 @@ def _sharding(a: Arguments, table: dict[str, Any]) -> dict[str, Any]:
     replicas = a.integer(_degree(a, "data_parallel_replicate_degree"), 1)
     shard = a.text(_first(a, _degree(a, "data_parallel_shard_degree"), "training.data_parallel_degree"), "-1")
     a.read |= {"training.data_parallel_degree", "parallelism.data_parallel_shard_degree"}
-    shards = table["dp"] // max(replicas, 1) if shard == "-1" else int(shard) if shard.isdecimal() else 0
+    shards = table["dp"] // max(replicas, 1) if shard == "-1" else number_in(shard) or 0
     if replicas * shards != table["dp"]:
         raise SpecError(f"{a.where}: data_parallel_replicate_degree {replicas} x shard degree {shard} is not the "
                         f"{table['dp']} data-parallel ranks of the cluster; give another --cluster")  # fmt: skip
@@ -222,7 +216,7 @@ def _recompute(a: Arguments, remarks: Remarks, per_stage: int) -> dict[str, Any]
         remarks.approximate("activation_checkpoint.selective_ac_option", "op keeps attention and every second GEMM; "
                             "norms and activations are computed again here, and no GEMM")  # fmt: skip
         return {"recompute": "selective", "recompute_modules": ["norm", "activation"]}
-    every = int(option) if option.isdecimal() and len(option) < 7 else 0
+    every = number_in(option) or 0
     if every <= 1:
         return {"recompute": "full"}
     if per_stage < every:
@@ -232,9 +226,7 @@ def _recompute(a: Arguments, remarks: Remarks, per_stage: int) -> dict[str, Any]
 
 def _precision(a: Arguments, remarks: Remarks, model: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | str]:
     """The `precision` and `software` tables."""
-    newest = max((name for name in presets("software") if name.startswith("torchtitan")), default="")
-    facts = {"parameters": "fp32", "gradients": "fp32"}
-    software = changed(newest, "software", facts) if newest else {"name": "torchtitan", **facts}
+    software = newest_software("torchtitan", {"parameters": "fp32", "gradients": "fp32"})
     if a.text("training.dtype", "float32") == "bfloat16":
         remarks.leave_out("training.dtype", "weights, gradients and moments in BF16 without FP32 copies: memory")
     compiled = a.flag("compile.enable", "training.compile")
@@ -287,14 +279,11 @@ def _run(a: Arguments, remarks: Remarks) -> dict[str, Any]:
     return run | ({"clip_norm": norm} if norm > 0 else {})
 
 
-def _sort(a: Arguments, remarks: Remarks) -> None:
-    """Tell what became of each key that no table has read."""
-    for name in a.unread():
-        how = next((how for pattern, how in _APPROXIMATED.items() if re.fullmatch(pattern, name)), None)
-        if _IRRELEVANT.fullmatch(name):
-            remarks.irrelevant.append(name)
-        elif a.options[name] not in (["false"], ["0"], [], [""]):
-            if how:
-                remarks.approximate(name, how)
-            else:
-                remarks.leave_out(name, "not known here as a key of torchtitan: what it changes is not counted")
+def _sort_name(name: str) -> tuple[str, str]:
+    """(group, what to say) of a key that no table has read: irrelevant, approximated or left out."""
+    if _IRRELEVANT.fullmatch(name):
+        return "irrelevant", ""
+    for pattern, how in _APPROXIMATED.items():
+        if re.fullmatch(pattern, name):
+            return "approximated", how
+    return "left out", "not known here as a key of torchtitan: what it changes is not counted"

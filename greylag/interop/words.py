@@ -20,8 +20,10 @@ _BRACED = re.compile(
     re.DOTALL,
 )
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?|([A-Za-z_]\w*)")
+_PAIRS = {"(": ")", "{": "}"}
 _NUMBER = re.compile(r"\s*(\d+)|\s*([-+*/%()])")
 LARGEST = 2**63
+"""Bash counts in 64 bits, and nothing counted here comes near."""
 
 
 def is_unset(text: str) -> bool:
@@ -107,7 +109,7 @@ def _dollar(word: str, i: int, variables: Mapping[str, Value]) -> tuple[Value, i
         return f"{UNSET}{COMMAND}{UNSET}", len(word) if end < 0 else end + 1
     opening = word[i + 1 : i + 2]
     if opening in ("(", "{"):
-        end = _end(word, i + 1)
+        end = closing(word, i) or len(word)
         inner = word[i + 2 : end - 1]
         if opening == "{":
             return _braced(inner, variables), end
@@ -120,14 +122,35 @@ def _dollar(word: str, i: int, variables: Mapping[str, Value]) -> tuple[Value, i
     return _lookup(match[0], variables), match.end()
 
 
-def _end(word: str, start: int) -> int:
-    """The place behind the bracket that opens at `start`."""
-    pair, depth = {"(": "()", "{": "{}"}[word[start]], 0
-    for i in range(start, len(word)):
-        depth += (word[i] == pair[0]) - (word[i] == pair[1])
-        if depth == 0:
-            return i + 1
-    return len(word)
+def closing(text: str, start: int) -> int | None:
+    """The place behind the quote, bracket or `$` with its bracket that opens at `start`; None if it is never closed."""
+    char = text[start]
+    i = start + 1
+    if char == "$":
+        char, i = text[start + 1], start + 2
+    stack = [char]
+    while i < len(text):
+        c, top = text[i], stack[-1]
+        if c == "\\" and top != "'":
+            i += 2
+            continue
+        if c == _PAIRS.get(top, top):
+            stack.pop()
+            if not stack:
+                return i + 1
+        elif top == "'" or (top in '"`' and c != "$"):
+            pass
+        elif c == "$" and text[i + 1 : i + 2] in ("(", "{"):
+            stack.append(text[i + 1])
+            i += 1
+        elif top != '"' and (c in "'\"`" or (c in "({" and c == top)):
+            stack.append(c)
+        elif c == "#" and top == "(" and text[i - 1] in " \t\n(":
+            i = text.find("\n", i)
+            if i < 0:
+                break
+        i += 1
+    return None
 
 
 def _lookup(name: str, variables: Mapping[str, Value]) -> Value:

@@ -1,7 +1,7 @@
 """Account: the bytes of a rank by component and stage, as the terminal and the page lay them out.
 
-The report knows no simulator, so what it takes is given by shape: `sim.memory.Memory` and its stages satisfy these
-protocols. Greylag's own layers have an account by pool, which becomes one of a single, average stage.
+The report knows no simulator, so what it takes is given by shape: the stages of `sim.memory.Memory` satisfy
+the protocol. Greylag's own layers have an account by pool, which becomes one of a single, average stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,16 +23,8 @@ class StageBytes(Protocol):
         """When that is."""
 
 
-class FusedBytes(Protocol):
-    """The account of every stage."""
-
-    @property
-    def stages(self) -> Sequence[StageBytes]:
-        """First stage first."""
-
-    @property
-    def reserved(self) -> Any:
-        """Bytes that the allocator holds on the fullest stage."""
+SMALLEST = 0.01
+"""Components below this share of a stage are added up for the reader."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +41,13 @@ class Held:
     def total(self) -> float:
         """All of them."""
         return sum(self.components.values())
+
+    @property
+    def largest(self) -> dict[str, float]:
+        """The components, with those below `SMALLEST` in one."""
+        shown = {name: size for name, size in self.components.items() if size >= SMALLEST * self.total}
+        smaller = len(self.components) - len(shown)
+        return shown | ({f"{smaller} smaller ones": self.total - sum(shown.values())} if smaller else {})
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,15 @@ class Account:
         return max(self.stages, key=lambda held: held.total)
 
     @property
+    def beside(self) -> dict[str, float]:
+        """Bytes of the device that its ranks take beside what is allocated, without those that are nothing."""
+        sizes = {"lost to fragmentation": self.reserve * self.fullest.total, "driver and communication": self.outside}
+        return {name: size for name, size in sizes.items() if size}
+
+    @property
     def needed(self) -> float:
         """Bytes of the device that the fullest stage's ranks take, all told."""
-        return self.fullest.total * (1 + self.reserve) + self.outside
+        return self.fullest.total + sum(self.beside.values())
 
     @property
     def excess(self) -> float:
@@ -81,26 +86,22 @@ class Account:
 def account(
     job: Job,
     pools: Mapping[str, float],
-    fused: FusedBytes | None = None,
+    stages: Sequence[StageBytes] = (),
     reserve: float = 0.0,
     outside: float = 0.0,
 ) -> Account:
     """The account of a job: of its stages where layers are fused, else of the `pools` of an average stage's rank.
 
-    `reserve` is the share that an allocator holds beyond the pools, `outside` what a device's driver takes.
+    `reserve` is the share that an allocator holds beyond what is allocated, `outside` what a device's driver takes.
     """
-    device = job.cluster.device.memory
-    if fused is None:
-        name = "a rank" if job.strategy.pp == 1 else "a rank of an average stage"
-        return Account((Held(name, "", _sorted(pools)),), reserve, outside, device)
     s = job.strategy
     noun = "rank" if s.vp > 1 or s.schedule == "dualpipe" else "stage"  # such a rank holds several stages
     held = tuple(
         Held(f"{noun} {number}" if s.pp > 1 else "a rank", stage.moment, _sorted(stage.components))
-        for number, stage in enumerate(fused.stages)
+        for number, stage in enumerate(stages)
     )
-    most = max(h.total for h in held)
-    return Account(held, float(fused.reserved) / most - 1, outside, device)
+    average = Held("a rank of an average stage" if s.pp > 1 else "a rank", "", _sorted(pools))
+    return Account(held or (average,), reserve, outside, job.cluster.device.memory)
 
 
 def _sorted(sizes: Mapping[str, Any]) -> dict[str, float]:

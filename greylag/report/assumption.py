@@ -6,14 +6,14 @@ down twice. What a job file changed is said to be the job file's.
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from greylag.report.quantity import count
 from greylag.spec.cluster import Calibration, Efficiency
 from greylag.spec.job import Job
 from greylag.spec.load import PRESETS, load_preset, presets
+from greylag.spec.quantity import count
 from greylag.spec.software import Software
 from greylag.spec.step import Step
 from greylag.spec.work import distinct_layers, layer_gemms
@@ -63,8 +63,7 @@ def _cluster(job: Job) -> Iterator[Group]:
     base = load_preset("cluster", stem) if is_preset else None
     sources = comments("clusters", stem) if is_preset else {}
     device = cluster.device
-    facts: dict[str, Any] = {f"peak {kind}": tflops for kind, tflops in device.peak_tflops.items()}
-    shown = [Constant(what, f"{value:,.5g} TFLOP/s") for what, value in facts.items()]
+    shown = [Constant(f"peak {kind}", f"{tflops:,.5g} TFLOP/s") for kind, tflops in device.peak_tflops.items()]
     shown += [Constant("memory", f"{device.memory_gib:,.5g} GiB")]
     if device.memory_gb_per_s:
         shown.append(Constant("memory bandwidth", f"{device.memory_gb_per_s:,.5g} GB/s"))

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from greylag.report.quantity import memory
 from greylag.report.record import AUDIT, read_lines, sound_job
 from greylag.spec.audit import DELAYED, Audit, CacheSeen, OperandSeen, Product, current_rule
 from greylag.spec.error import SpecError
@@ -16,6 +15,7 @@ from greylag.spec.job import Job
 from greylag.spec.messages import Message, data_parallel_messages, model_parallel_messages
 from greylag.spec.parts import Part, parts
 from greylag.spec.precision import BLOCK, BYTES, GEMMS, OPERANDS, GemmName, Gemms, Operand, Recipe
+from greylag.spec.quantity import memory
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _MOMENTS = {

@@ -14,8 +14,8 @@ import plotly.io
 import plotly.offline
 
 from greylag.report.curve import Curve, thin
-from greylag.report.quantity import finite
 from greylag.report.summary import Comparison
+from greylag.spec.quantity import finite
 
 MEASURED, PREDICTED, HELD_OUT, ALARM, QUIET = "#3483d1", "#d9822b", "#2e9e6b", "#d64545", "#8a8f98"
 

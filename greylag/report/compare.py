@@ -6,20 +6,22 @@ slow rank be told from a slow link. The rules behind the explanations are `expla
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from greylag.report.explain import NOTABLE, Case, explain, steady
-from greylag.report.quantity import count, difference, memory, percent, seconds
+from greylag.report.explain import NOTABLE, Case, explain
 from greylag.report.record import PREDICTED, RunRecord, read_lines, read_record, sound_job
-from greylag.report.summary import Comparison, summarize
+from greylag.report.show import table_of
+from greylag.report.summary import Comparison, Summary, summarize
 from greylag.spec.error import SpecError
 from greylag.spec.finding import Finding
 from greylag.spec.job import Job
+from greylag.spec.quantity import count, difference, memory, percent, seconds
 from greylag.spec.step import PHASES, Step
 
 OTHERS = "steps_rank_*.jsonl"
@@ -38,23 +40,22 @@ class Excess:
 
 @dataclass(frozen=True)
 class Laid:
-    """Measured beside predicted. Phases are rank 0's, medians over the steps behind the warm-up."""
+    """Measured beside predicted."""
 
     job: Job
-    step: Comparison
-    phases: list[Comparison]
-    memory: Comparison
-    pools: list[Comparison]
-    wire: Comparison
-    num_steps: int
-    warm_up: int
+    summary: Summary
+    """Of rank 0: medians over the steps behind the warm-up."""
     ranks: list[tuple[int, float, Excess]]
-    """(rank, seconds of its median step, its largest excess), of all that were measured."""
-    largest: Excess | None
-    """The largest excess by phase and rank; None where nothing takes longer."""
+    """(rank, seconds of its mean step, its largest excess), of all that were measured, the largest first."""
     findings: list[Finding]
     interval: tuple[float, float] | None = None
     """Where nine in ten measured steps would lie."""
+
+    @property
+    def largest(self) -> Excess | None:
+        """The largest excess by phase and rank; None where nothing takes longer."""
+        top = self.ranks[0][2]
+        return top if top.seconds > 0 else None
 
 
 def compare_run(folder: Path, predict: Callable[[Job], Step], fresh: bool = False) -> None:
@@ -87,27 +88,13 @@ def read_ranks(folder: Path, record: RunRecord) -> dict[int, Sequence[Step]]:
 
 def lay(record: RunRecord, predicted: Step, ranks: Mapping[int, Sequence[Step]]) -> Laid:
     """Lay a run beside a prediction. A pure function."""
-    summary = summarize(
-        RunRecord(record.job, record.steps, predicted, record.findings, record.folder, record.audits, record.telemetry)
-    )
     case = Case(record.job, predicted, ranks)
-    excesses = [
-        (rank, sum(s.total_seconds for s in steady(steps)) / len(steady(steps)), _largest(case, rank))
-        for rank, steps in ranks.items()
-    ]
-    top = max((excess for _, _, excess in excesses), key=lambda e: e.seconds)
+    rows = [(rank, fmean(s.total_seconds for s in case.ranks[rank]), _largest(case, rank)) for rank in ranks]
     return Laid(
         record.job,
-        summary.step_time,
-        summary.phases,
-        summary.memory,
-        summary.pools,
-        summary.wire,
-        len(summary.steady),
-        summary.warm_up,
-        sorted(excesses, key=lambda row: -row[2].seconds),
-        top if top.seconds > 0 else None,
-        explain(record.job, predicted, ranks),
+        summarize(replace(record, predicted=predicted)),
+        sorted(rows, key=lambda row: -row[2].seconds),
+        explain(case),
         predicted.interval,
     )
 
@@ -119,30 +106,30 @@ def _largest(case: Case, rank: int) -> Excess:
 
 def print_comparison(laid: Laid, source: str, console: Console | None = None) -> None:
     """Print measured beside predicted, the largest excess, and what would explain it. `source` names the prediction."""
-    console = console or Console()
+    console, summary = console or Console(), laid.summary
     console.print(f"[bold]{escape(laid.job.name)}[/]: measured beside predicted ({escape(source)})", highlight=False)
-    console.print(_times(laid))
-    left_out = f", the first {laid.warm_up} left out as warm-up" if laid.warm_up else ""
+    console.print(_times(summary))
+    left_out = f", the first {summary.warm_up} left out as warm-up" if summary.warm_up else ""
     ranks = "rank 0, the only one measured here" if len(laid.ranks) == 1 else f"rank 0, of {len(laid.ranks)} measured"
-    console.print(f"Medians over {count(laid.num_steps)} steps{left_out}. Of {ranks}.", highlight=False)
+    console.print(f"Medians over {count(len(summary.steady))} steps{left_out}. Of {ranks}.", highlight=False)
     if len(laid.ranks) > 1:
         console.print(_ranks(laid))
-    if laid.memory.measured is not None or laid.wire.measured:
-        console.print(_memory(laid))
+    if summary.memory.measured is not None or summary.wire.measured:
+        console.print(_memory(summary))
     for line in verdict(laid):
         console.print(line, markup=False, highlight=False)
 
 
 def verdict(laid: Laid) -> list[str]:
     """The largest excess and its explanations, a line each."""
-    top, lines = laid.largest, []
-    if laid.interval and laid.step.measured:
+    top, step, lines = laid.largest, laid.summary.step_time, []
+    if laid.interval and step.measured:
         low, high = laid.interval
-        where = "within" if low <= laid.step.measured <= high else "outside of"
+        where = "within" if low <= step.measured <= high else "outside of"
         lines.append(f"The measured step is {where} what nine in ten should be: {seconds(low)} to {seconds(high)}.")
     if top is None:
         return [*lines, "No phase takes longer than predicted."]
-    share = top.seconds / laid.step.predicted if laid.step.predicted else 0.0
+    share = top.seconds / step.predicted if step.predicted else 0.0
     lines += [
         f"Largest excess: {top.phase} on rank {top.rank}, {seconds(top.seconds)} more than predicted "
         f"({percent(share)} of the predicted step)."
@@ -154,32 +141,29 @@ def verdict(laid: Laid) -> list[str]:
     return [*lines, "No rule explains it: these figures do not tell one cause from another."]
 
 
-def _table(*columns: str) -> Table:
-    table = Table()
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
-    return table
-
-
-def _times(laid: Laid) -> Table:
-    table = _table("phase", "measured", "predicted", "excess", "measured is")
-    for row in laid.phases:
+def _times(summary: Summary) -> Table:
+    table = table_of("phase", "measured", "predicted", "excess", "measured is")
+    for row in summary.phases:
         if row.measured or row.predicted:
             table.add_row(row.what, *_cells(row))
     table.add_section()
-    table.add_row("step", *_cells(laid.step))
+    table.add_row("step", *_cells(summary.step_time))
     return table
 
 
 def _cells(row: Comparison) -> tuple[str, str, str, str]:
     excess = (row.measured or 0.0) - (row.predicted or 0.0)
     sign = "+" if excess > 0 else "−" if excess < 0 else ""
-    more = (row.measured or 0.0) / row.predicted - 1 if row.predicted else None
-    return seconds(row.measured), seconds(row.predicted), sign + seconds(abs(excess)), difference(more)
+    return seconds(row.measured), seconds(row.predicted), sign + seconds(abs(excess)), _more(row)
+
+
+def _more(row: Comparison) -> str:
+    """Measured against predicted; `Comparison.error` is the other way round."""
+    return difference(row.measured / row.predicted - 1 if row.predicted and row.measured is not None else None)
 
 
 def _ranks(laid: Laid) -> Table:
-    table = _table("rank", "mean step", "largest excess", "of")
+    table = table_of("rank", "mean step", "largest excess", "of")
     for rank, time, excess in laid.ranks[:SHOWN_RANKS]:
         table.add_row(str(rank), seconds(time), seconds(max(0.0, excess.seconds)), excess.phase)
     if len(laid.ranks) > SHOWN_RANKS:
@@ -187,11 +171,10 @@ def _ranks(laid: Laid) -> Table:
     return table
 
 
-def _memory(laid: Laid) -> Table:
-    table = _table("bytes of rank 0", "measured", "predicted", "measured is")
-    rows = laid.pools if laid.memory.measured is not None else []
-    for row in [*rows, laid.memory, laid.wire]:
+def _memory(summary: Summary) -> Table:
+    table = table_of("bytes of rank 0", "measured", "predicted", "measured is")
+    rows = summary.pools if summary.memory.measured is not None else []
+    for row in [*rows, summary.memory, summary.wire]:
         if row.measured or row.predicted:
-            more = (row.measured or 0.0) / row.predicted - 1 if row.predicted and row.measured is not None else None
-            table.add_row(row.what, memory(row.measured), memory(row.predicted), difference(more))
+            table.add_row(row.what, memory(row.measured), memory(row.predicted), _more(row))
     return table

@@ -36,25 +36,3 @@ def write_derived(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise SpecError(f"{path}: cannot be written ({error.strerror}); choose another place") from None
-
-
-def place_list(text: str | None, pp: int, is_drawn: bool, force: bool) -> list[int]:
-    """The places of the pipeline that `0,1,15` or `0-3` names; none where nothing is said.
-
-    Raises SpecError if one is none of the `pp` places, or if nothing is drawn, so that neither the list nor `force`
-    could take effect.
-    """
-    if not is_drawn and (text is not None or force):
-        raise SpecError(f"{'--force' if text is None else '--ranks'}: nothing is written; give --trace or --out too")
-    places: list[int] = []
-    for part in (text or "").split(",") if text is not None else []:
-        first, _, last = part.strip().partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
-            raise SpecError(f"--ranks: {part.strip()!r} is no number; write places in the pipeline as 0,1,15 or 0-3")
-        places += range(int(first), int(last or first) + 1)
-    wrong = next((place for place in places if place >= pp), None)
-    if wrong is not None:
-        raise SpecError(f"--ranks: {wrong} is no place in a pipeline of {pp}; they are 0 to {pp - 1}")
-    if text is not None and not places:
-        raise SpecError(f"--ranks: {text!r} names none; write places in the pipeline as 0,1,15 or 0-3")
-    return sorted(set(places))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import median, quantiles
 
-from greylag.report.quantity import difference, digits, memory, percent, seconds
-from greylag.report.summary import FEW, WARM_UP
+from greylag.report.summary import steady
 from greylag.spec.finding import Finding
 from greylag.spec.grid import Grid
 from greylag.spec.job import Job
+from greylag.spec.quantity import difference, digits, memory, percent, seconds
 from greylag.spec.step import PHASES, Step
 
 NOTABLE = 0.05
@@ -38,7 +38,7 @@ class Case:
     job: Job
     predicted: Step
     every: Mapping[int, Sequence[Step]]
-    """All measured steps, of rank 0 and of every other rank that wrote its own."""
+    """All measured steps, ascending, of rank 0 and of every other rank that wrote its own."""
 
     @cached_property
     def ranks(self) -> dict[int, Sequence[Step]]:
@@ -75,6 +75,21 @@ class Case:
         """Seconds of a rank's forward and backward."""
         return self.measured[rank]["forward"] + self.measured[rank]["backward"]
 
+    @cached_property
+    def together(self) -> list[dict[int, float]]:
+        """Seconds of forward and backward by rank, of each step that all ranks have."""
+        by_step: dict[int, dict[int, float]] = {}
+        for rank, steps in self.ranks.items():
+            for s in steps:
+                time = s.seconds.get("forward", 0.0) + s.seconds.get("backward", 0.0)
+                by_step.setdefault(s.number, {})[rank] = time
+        return [times for times in by_step.values() if len(times) == len(self.ranks)]
+
+    @cached_property
+    def slowest(self) -> Counter[int]:
+        """How often each rank's compute was the longest of a step."""
+        return Counter(max(times, key=times.__getitem__) for times in self.together)
+
     def spoken(self, *phases: str) -> str:
         """The phases' seconds as evidence."""
         return ", ".join(
@@ -83,18 +98,9 @@ class Case:
         )
 
 
-def steady(steps: Sequence[Step]) -> Sequence[Step]:
-    """The steps that medians count: those behind the warm-up, of a short run all."""
-    return steps[WARM_UP:] if len(steps) > FEW else steps
-
-
-def explain(job: Job, predicted: Step, ranks: Mapping[int, Sequence[Step]]) -> list[Finding]:
-    """What would explain that the measured steps are not as predicted, the likeliest first; empty if they are.
-
-    `ranks` are the measured steps by rank, ascending, of rank 0 at least.
-    """
-    case = Case(job, predicted, ranks)
-    if not predicted.total_seconds or not all(ranks.values()):
+def explain(case: Case) -> list[Finding]:
+    """What would explain that the measured steps are not as predicted, the likeliest first; empty if they are."""
+    if not case.predicted.total_seconds or not all(case.every.values()):
         return []
     inside = [f for rule in (_slow_rank, _uneven_ranks, _recompute, _inner_link, _launches) for f in rule(case)]
     inside = inside or list(_everywhere(case))
@@ -126,7 +132,8 @@ def _slow_rank(case: Case) -> Iterator[Finding]:
                 rank=mine[0],
             )
     for rank in sorted(slow, key=case.compute, reverse=True):
-        if _share_slowest(case, rank) < 0.5:
+        share = case.slowest[rank] / max(1, case.slowest.total())
+        if share < 0.5:
             continue
         waiting = max((case.excess("reduce", other) for other in case.ranks if other != rank), default=0.0)
         others = f"; other ranks wait up to {seconds(waiting)} in reduce" if case.is_notable(waiting) else ""
@@ -135,38 +142,19 @@ def _slow_rank(case: Case) -> Iterator[Finding]:
             what=f"a slow rank: rank {rank} computes {difference(case.compute(rank) / usual - 1)} against the median",
             where="forward, backward",
             evidence=f"{seconds(case.compute(rank))} against {seconds(usual)}, slowest in "
-            f"{percent(_share_slowest(case, rank))} of the steps{others}",
+            f"{percent(share)} of the steps{others}",
             advice="look at the device's clocks, temperature and errors, and at what else its host runs; or replace it",
             rank=rank,
         )
-
-
-def _share_slowest(case: Case, rank: int) -> float:
-    """In which share of the steps a rank's compute was the longest."""
-    slowest = _slowest(case)
-    return slowest[rank] / max(1, sum(slowest.values()))
-
-
-def _slowest(case: Case) -> Counter[int]:
-    """How often each rank's compute was the longest of a step."""
-    by_step: dict[int, dict[int, float]] = {}
-    for rank, steps in case.ranks.items():
-        for s in steps:
-            time = s.seconds.get("forward", 0.0) + s.seconds.get("backward", 0.0)
-            by_step.setdefault(s.number, {})[rank] = time
-    return Counter(max(times, key=times.__getitem__) for times in by_step.values() if len(times) == len(case.ranks))
 
 
 def _uneven_ranks(case: Case) -> Iterator[Finding]:
     """In each step some rank is slow, but never the same: the work is uneven, not the machine."""
     if len(case.ranks) < 2:
         return
-    gaps: list[float] = []
-    for steps in zip(*case.ranks.values(), strict=False):
-        times = [s.seconds.get("forward", 0.0) + s.seconds.get("backward", 0.0) for s in steps]
-        gaps.append(max(times) / median(times) if median(times) else 1.0)
-    slowest = _slowest(case)
-    if not slowest or median(gaps) < SLOW or slowest.most_common(1)[0][1] > 0.5 * sum(slowest.values()):
+    usual = [(max(times.values()), median(times.values())) for times in case.together]
+    gaps, slowest = [most / middle if middle else 1.0 for most, middle in usual], case.slowest
+    if not slowest or median(gaps) < SLOW or max(slowest.values()) > 0.5 * slowest.total():
         return
     cause = "experts get unequal loads" if case.job.model.moe else "sequences cost unequal work, or hosts are shared"
     yield Finding(
@@ -212,13 +200,14 @@ def _link(case: Case) -> Iterator[Finding]:
 def _inner_link(case: Case) -> Iterator[Finding]:
     """Communication inside forward and backward weighs more in forward, which computes half as much and sends as
     much."""
-    inside = sum(case.predicted.causes.get(axis, 0.0) for axis in ("tp", "cp", "ep"))
+    axes = ("tp", "cp", "ep", *(("dp",) if case.job.strategy.zero else ()))  # whole gradients are reduced apart
+    inside = sum(case.predicted.causes.get(axis, 0.0) for axis in axes)
     forward, backward = case.excess("forward"), case.excess("backward")
     if inside <= COMMUNICATES * case.predicted.total_seconds or not case.is_notable(forward + backward):
         return
     if case.ratio("forward") > (1 + ALIKE / 2) * case.ratio("backward") and backward > 0:
         evidence = f"{seconds(inside)} of it predicted; {case.spoken('forward', 'backward')}"
-        yield _communication(case, "what tp, cp and ep send in forward and backward", forward + backward, evidence)
+        yield _communication(case, f"what {', '.join(axes)} send in forward and backward", forward + backward, evidence)
 
 
 def _communication(case: Case, what: str, excess: float, evidence: str) -> Finding:

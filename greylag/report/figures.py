@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from greylag.report.chart import Line, bars, lines
 from greylag.report.curve import Curve, smooth, thin
-from greylag.report.quantity import BYTES, SECONDS, Ladder, finite, seconds, unit
 from greylag.report.record import RunRecord
 from greylag.report.summary import Comparison, Summary, throughput
+from greylag.spec.quantity import BYTES, SECONDS, Ladder, finite, seconds, unit
 from greylag.spec.step import Step
 
 OUTLIER = 3.0

@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple, Protocol
 
 from greylag.report.account import Account
-from greylag.report.quantity import SECONDS as TIMES
-from greylag.report.quantity import digits, memory, seconds, unit
+from greylag.spec.quantity import SECONDS, digits, memory, seconds, unit
 from greylag.spec.schedule import Action
 
 WIDTH, LABEL = 1080, 62
@@ -146,7 +145,7 @@ def _row_name(rank: int, number: int, row: float) -> str:
 
 def _ticks(windows: Sequence[_Window], top: float) -> list[str]:
     """Moments below a picture."""
-    size, name = unit([windows[-1].end], TIMES)
+    size, name = unit([windows[-1].end], SECONDS)
     parts = []
     for window in windows:
         count = 5 if len(windows) == 1 else 2

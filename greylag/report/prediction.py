@@ -6,18 +6,17 @@ here, pictures are `picture`'s, constants and their sources `assumption`'s.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import jinja2
 import msgspec
 
 from greylag import __version__
-from greylag.report import quantity
 from greylag.report.account import Account
 from greylag.report.assumption import assumptions, limits
+from greylag.report.page import template
 from greylag.report.picture import Timed, colours, ends, stages, whole_step
 from greylag.report.rows import layer_ranges
-from greylag.report.show import SMALLEST, between
+from greylag.report.show import between
+from greylag.spec import quantity
 from greylag.spec.cluster import Calibration
 from greylag.spec.finding import Finding
 from greylag.spec.job import Job
@@ -68,13 +67,8 @@ def render_prediction(
     findings: Sequence[Finding] = (),
 ) -> str:
     """The page as HTML. `ranks` are the places in the pipeline that are drawn, none means all (`SHOWN_RANKS`)."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["memory"] = quantity.memory
     full = held.fullest
-    return environment.get_template("prediction.html.j2").render(
+    return template("prediction.html.j2").render(
         job=job,
         facts=_facts(job),
         tiles=_tiles(job, step, held),
@@ -141,19 +135,9 @@ def _rows(parts: dict[str, float], total: float) -> list[Row]:
 
 
 def _components(held: Account) -> list[Row]:
-    """The fullest stage's components, with those below `SMALLEST` in one row."""
-    full = held.fullest
-    shown = {name: size for name, size in full.components.items() if size >= SMALLEST * full.total}
-    rows = [Row(name, quantity.memory(size), size / held.needed) for name, size in shown.items()]
-    rest = full.total - sum(shown.values())
-    if rest:
-        rows.append(Row(f"{len(full.components) - len(shown)} smaller ones", quantity.memory(rest), rest / held.needed))
-    if held.reserve:
-        lost = held.reserve * full.total
-        rows.append(Row("lost to fragmentation", quantity.memory(lost), lost / held.needed))
-    if held.outside:
-        rows.append(Row("driver and communication", quantity.memory(held.outside), held.outside / held.needed))
-    return rows
+    """What the fullest stage's ranks need of the device."""
+    needed = held.fullest.largest | held.beside
+    return [Row(name, quantity.memory(size), size / held.needed) for name, size in needed.items()]
 
 
 def _moments(held: Account) -> list[tuple[str, str]]:

@@ -4,8 +4,6 @@ The wording of the header and the tiles is here; figures come from `summary`, ch
 frame from `run.html.j2`. Everything that came from a file of the run is escaped by the template.
 """
 
-import contextlib
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,16 +11,16 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import jinja2
 import msgspec
 
-from greylag.report import quantity
 from greylag.report.chart import MEASURED, PREDICTED, plotly_js
+from greylag.report.derived import write_derived
 from greylag.report.figures import figures
 from greylag.report.health import health
+from greylag.report.page import template
 from greylag.report.record import RunRecord, read_record
 from greylag.report.summary import Comparison, Summary, role_sizes, summarize
-from greylag.spec.error import SpecError
+from greylag.spec import quantity
 from greylag.spec.finding import Finding
 from greylag.spec.job import Job
 from greylag.spec.parts import num_active_parameters, num_parameters
@@ -58,15 +56,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     The page appears whole or not at all. Raises SpecError if the folder holds no run or the page cannot be written.
     """
     page = out or folder / PAGE
-    html = render(read_record(folder))
-    partial = page.with_name(f".{page.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(html, encoding="utf-8", errors="replace")
-        os.replace(partial, page)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise SpecError(f"{page}: cannot be written ({error.strerror}); choose another place for the page") from None
+    write_derived(page, render(read_record(folder)).encode(errors="replace"))
     return page
 
 
@@ -75,7 +65,7 @@ def render(record: RunRecord) -> str:
     summary = summarize(record)
     order = {"error": 0, "warning": 1, "info": 2}
     findings = sorted(record.findings, key=lambda f: order[f.level])
-    return _template().render(
+    return template("run.html.j2").render(
         record=record,
         job=record.job,
         summary=summary,
@@ -99,16 +89,6 @@ def render(record: RunRecord) -> str:
         plotly_js=plotly_js(),
         colours={"measured": MEASURED, "predicted": PREDICTED},
     )
-
-
-def _template() -> jinja2.Template:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    for name in ("seconds", "memory", "count", "percent", "difference"):
-        environment.filters[name] = getattr(quantity, name)
-    return environment.get_template("run.html.j2")
 
 
 def _version(package: str) -> str:

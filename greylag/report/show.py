@@ -7,15 +7,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from greylag.report.account import Account
-from greylag.report.quantity import count, flops_per_second, memory, percent, seconds
 from greylag.spec import Finding, Job, Step, num_active_parameters, num_parameters
 from greylag.spec.grid import AXES, Grid, tier
 from greylag.spec.precision import role_table
+from greylag.spec.quantity import count, flops_per_second, memory, percent, seconds
 from greylag.spec.work import flops_per_token
 
 _SHOWN_RANKS = 16
-SMALLEST = 0.01
-"""Components below this share of the whole are added up."""
 
 
 def print_job(job: Job, pools: dict[str, float], console: Console | None = None) -> None:
@@ -53,7 +51,7 @@ def print_prediction(
         console.print(
             f"It {remark}." if remark.startswith(("rests", "extrapolates")) else f"But {remark}.", markup=False
         )
-    facts = _table("quantity", "value")
+    facts = table_of("quantity", "value")
     facts.add_row("tokens per second", count(step.tokens_per_second))
     facts.add_row("model FLOP/s", flops_per_second(step.flops_per_second))
     facts.add_row("utilization (MFU)", percent(step.utilization))
@@ -68,7 +66,7 @@ def print_prediction(
 
 def _shares(what: str, parts: dict[str, float], total: float, last: str = "") -> Table:
     """Seconds by part, and their share of the step."""
-    table = _table(what, "time", "share")
+    table = table_of(what, "time", "share")
     for part, value in parts.items():
         if value:
             table.add_row(part, seconds(value), percent(value / total if total else None))
@@ -82,19 +80,13 @@ def _print_account(held: Account, console: Console) -> None:
     """The fullest stage's bytes by component, what the device needs beside them, and whether it fits."""
     full = held.fullest
     name = f"a rank of {full.name}" if full.name.startswith("stage") else full.name
-    table = _table(f"bytes of {name}", "peak")
-    shown = {name: size for name, size in full.components.items() if size >= SMALLEST * full.total}
-    for name, size in shown.items():
+    table = table_of(f"bytes of {name}", "peak")
+    for name, size in full.largest.items():
         table.add_row(name, memory(size))
-    rest = full.total - sum(shown.values())
-    if rest:
-        table.add_row(f"{len(full.components) - len(shown)} smaller ones", memory(rest))
     table.add_section()
     table.add_row("allocated", memory(full.total))
-    if held.reserve:
-        table.add_row("lost to fragmentation", memory(held.reserve * full.total))
-    if held.outside:
-        table.add_row("driver and communication", memory(held.outside))
+    for name, size in held.beside.items():
+        table.add_row(name, memory(size))
     table.add_row("the device has", memory(held.device))
     table.add_section()
     if held.excess > 0:
@@ -122,7 +114,8 @@ def blame(held: Account, most: int = 3) -> str:
     return ", ".join(f"{name} {memory(size)} ({percent(size / full.total)})" for name, size in largest)
 
 
-def _table(*columns: str) -> Table:
+def table_of(*columns: str) -> Table:
+    """An empty table, whose first column is words and the rest figures."""
     table = Table()
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -130,7 +123,7 @@ def _table(*columns: str) -> Table:
 
 
 def _model(job: Job) -> Table:
-    table = _table("model", "value")
+    table = table_of("model", "value")
     total, active = num_parameters(job.model), num_active_parameters(job.model)
     table.add_row("parameters", f"{total:,}")
     if active != total:
@@ -146,7 +139,7 @@ def _model(job: Job) -> Table:
 
 
 def _bytes(job: Job, pools: dict[str, float]) -> Table:
-    table = _table("bytes per rank", "peak")
+    table = table_of("bytes per rank", "peak")
     for pool, size in pools.items():
         table.add_row(pool, memory(size))
     table.add_section()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from greylag.report.curve import Curve, smooth, span
-from greylag.report.quantity import finite
 from greylag.report.record import RunRecord
 from greylag.spec.job import Job
 from greylag.spec.parts import num_active_parameters, num_parameters, parts
+from greylag.spec.quantity import finite
 from greylag.spec.step import PHASES, POOLS, Step
 
 WARM_UP = 3
@@ -41,7 +41,7 @@ class Comparison:
 class Summary:
     """What the page says in figures."""
 
-    steady: list[Step]
+    steady: Sequence[Step]
     """The steps that medians count."""
     warm_up: int
     """How many first steps they leave out."""
@@ -86,19 +86,18 @@ class RoleSize:
 def summarize(record: RunRecord) -> Summary:
     """All figures of a run."""
     steps, predicted = record.steps, record.predicted
-    warm_up = WARM_UP if len(steps) > FEW else 0
-    steady = steps[warm_up:]
+    counted = steady(steps)
     fullest = max((s for s in steps if s.bytes), key=lambda s: s.total_bytes, default=None)
 
     def compare(what: str, of: Callable[[Step], float | None]) -> Comparison:
-        return Comparison(what, middle(steady, of), finite(of(predicted)) if predicted else None)
+        return Comparison(what, middle(counted, of), finite(of(predicted)) if predicted else None)
 
     losses = Curve([s.number for s in steps], [finite(s.loss) for s in steps])
     validated = [(s.number, y) for s in steps if (y := finite(s.validation_loss)) is not None]
     smoothing = span(len(steps))
     return Summary(
-        steady=steady,
-        warm_up=warm_up,
+        steady=counted,
+        warm_up=len(steps) - len(counted),
         step_time=compare("step", lambda s: s.total_seconds),
         tokens_per_second=compare("tokens/s", throughput),
         flops_per_second=compare("FLOP/s", lambda s: s.flops_per_second if s.total_seconds else None),
@@ -114,6 +113,11 @@ def summarize(record: RunRecord) -> Summary:
         skipped=[s for s in steps if s.skipped],
         num_lossless=losses.ys.count(None),
     )
+
+
+def steady(steps: Sequence[Step]) -> Sequence[Step]:
+    """The steps that medians count: those behind the warm-up, of a short run all."""
+    return steps[WARM_UP:] if len(steps) > FEW else steps
 
 
 def middle(steps: Sequence[Step], of: Callable[[Step], float | None]) -> float | None:

@@ -130,8 +130,8 @@ def recomputes(job: Job) -> list[Recompute]:
         light += [("attention",), ("attention", "norm", "activation")]
     if model.mla:  # DeepSeek-V3's choice first (arXiv 2412.19437, section 3.2.3)
         light += [("norm", "mla_up"), ("norm", "activation", "mla_up")]
-    heavy: tuple[RecomputeModule, ...] = (*light[-1], "mlp", *(("moe",) if model.moe else ()))  # type: ignore[assignment]
-    chosen = [*light, heavy]
+    feed_forward: tuple[RecomputeModule, ...] = ("mlp", "moe") if model.moe else ("mlp",)
+    chosen = [*light, light[-1] + feed_forward]
     if s.recompute == "selective" and s.recompute_modules not in chosen:
         chosen.append(s.recompute_modules)
     return [Recompute("none", ()), *(Recompute("selective", m) for m in chosen), Recompute("full", ())]
@@ -155,9 +155,9 @@ class Points:
 
     def job(self, job: Job) -> Job:
         """The job with a candidate in each place of its strategy's arrays."""
-        values = dict(zip(POINT, self.columns, strict=True))
+        values: dict[str, Any] = dict(zip(POINT, self.columns, strict=True))
         if not job.model.moe:
-            values["ep"], values["etp"] = 1, None  # type: ignore[assignment]
+            values |= {"ep": 1, "etp": None}
         return replace(job, strategy=replace(job.strategy, pp=self.pp, recompute_layers=None, **values))
 
 

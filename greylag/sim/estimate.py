@@ -39,7 +39,7 @@ class Estimate:
     stages: dict[Pass, Size]
     """Seconds per micro-batch of each stage, (candidates, stages)."""
     transfer: Size
-    """Seconds from a stage to the next."""
+    """Seconds from the end of a stage to the start of the next; without overlap it is in the stages themselves."""
 
     @property
     def seconds(self) -> Size:
@@ -84,9 +84,9 @@ def estimate(job: Job, layers: LayerTimes | None = None) -> Estimate:
     if s.pp > 1 and "pp" not in s.overlap:
         # Without overlap a stage stands still while it sends: once forward, once backward.
         stages = stages | {p: stages[p] + transfer[:, None] for p in ("forward", "input_gradient")}
-    waiting = transfer * (job.software.exposed if "pp" in s.overlap else 1.0)
+    hop = transfer * (job.software.exposed if "pp" in s.overlap else 0.0)
     forward, dgrad, wgrad = (stages[p] for p in PASSES)
-    length = span(s.schedule, s.pp, s.vp, m, forward, dgrad, wgrad, waiting)
+    length = span(s.schedule, s.pp, s.vp, m, forward, dgrad, wgrad, hop)
     busiest, forward, busy = _busiest(job, stages)
     forward = m * forward
     backward = m * busy - forward
@@ -103,7 +103,7 @@ def estimate(job: Job, layers: LayerTimes | None = None) -> Estimate:
     if s.pp > 1 and "pp" not in s.overlap:
         causes["pp"] = _share(job) * m * 2 * len(busiest) * transfer
     causes |= {"bubble": phases["other"], "dp": dp, "optimizer": phases["optimizer"]}
-    return Estimate(phases, causes, stages, transfer)
+    return Estimate(phases, causes, stages, hop)
 
 
 StageTimes = list[list[tuple[int, LayerTime]]]

@@ -15,13 +15,11 @@ import numpy.typing as npt
 
 from greylag.sim.timeline import Floats, graph, graph_of, simulate
 from greylag.spec.error import SpecError
-from greylag.spec.schedule import Action, Order, order
+from greylag.spec.schedule import Action, Order
 from greylag.spec.strategy import Schedule
 
 ROOM: dict[Schedule, int] = {"zb-h1": 1, "zb-h2": 2, "zb-v": 2}
 """Memory that a schedule may take, in activations of a stage times pp: as much as its handcrafted order."""
-
-
 PATIENCE = (0.0, 0.3, 0.6, 1.0)
 """Shares of a weight gradient's time that a wait must last to be filled by it: each is tried."""
 GOOD = 1.005
@@ -48,16 +46,16 @@ def fill(
     if schedule not in ROOM:
         raise SpecError(f"strategy.schedule = {schedule!r} has no weight gradients to place: {', '.join(ROOM)} have")
     f, i, w = (np.broadcast_to(np.asarray(t, float), pp * vp) for t in (forward, input_gradient, weight_gradient))
-    best = order(schedule, pp, vp, num_micro_batches)
     least = simulate(graph(schedule, pp, vp, num_micro_batches), f, i, w, transfer)
+    rule = least.actions
     for patience in PATIENCE:
         if least.period <= GOOD * least.busy.max():
             break
-        tried = _place(best, [f, i, w], transfer, ROOM[schedule] * pp, share, patience)
+        tried = _place(rule, [f, i, w], transfer, ROOM[schedule] * pp, share, patience)
         timeline = simulate(graph_of(tried), f, i, w, transfer)
         if timeline.period < least.period:
-            best, least = tried, timeline
-    return best
+            least = timeline
+    return least.actions
 
 
 def _place(actions: Order, times: list[Floats], transfer: float, room: float, share: float, patience: float) -> Order:

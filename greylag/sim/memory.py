@@ -71,13 +71,18 @@ class Memory:
         return {name: [components.get(name, 0.0) for components in by_stage] for name in names}
 
     def fits(self, device: Device) -> Number:
-        """Whether the fullest stage fits beside the driver's own memory (`CONTEXT`)."""
-        return self.reserved + CONTEXT <= device.memory
+        """Whether the fullest stage fits."""
+        return self.total <= room(device)
 
     def __str__(self) -> str:
         stage = self.stages[int(self.peak_stage)]
         lines = [f"stage {int(self.peak_stage)}, {stage.moment}: {float(stage.total) / 2**30:.2f} GiB allocated"]
         return "\n".join(lines + [f"  {size / 2**30:8.3f} GiB  {name}" for name, size in breakdown(stage)])
+
+
+def room(device: Device) -> float:
+    """Bytes that may be allocated: without what is lost between them and what lies outside the allocator."""
+    return (device.memory - CONTEXT) / (1 + FRAGMENTATION)
 
 
 def breakdown(stage: Stage) -> list[tuple[str, float]]:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from greylag.sim.estimate import estimate
 from greylag.sim.layer import PASSES
-from greylag.sim.memory import Memory, memory, predict_memory
+from greylag.sim.memory import memory, predict_memory
 from greylag.sim.memory_fused import Layers
 from greylag.sim.timeline import Floats, Timeline, graph, simulate
 from greylag.spec.holdings import chunks, stage_sizes
@@ -48,19 +48,13 @@ def pipeline(job: Job, step: Step | None = None) -> Pipeline:
     else:
         found = estimate(job)
         forward, dgrad, wgrad = (np.asarray(found.stages[p], float).reshape(-1) for p in PASSES)
-        hop = np.asarray(found.transfer, float).item() * (job.software.exposed if "pp" in s.overlap else 1.0)
-        timeline = simulate(plan, forward, dgrad, wgrad, hop)
+        timeline = simulate(plan, forward, dgrad, wgrad, float(found.transfer.item()))
     if job.software.activations == "autograd":
         pools = predict_memory(job)
         rest = sum(size for pool, size in pools.items() if pool != "activations")
         return Pipeline(timeline, _autograd(job), np.full(s.pp, rest))
-    account = memory(job)
-    return Pipeline(timeline, _fused(job), np.array([_rest(account, rank) for rank in range(s.pp)]))
-
-
-def _rest(account: Memory, rank: int) -> float:
-    """What rests on a rank: all components that are no activations and not of a moment."""
-    return float(sum(account.stages[rank].rests.values()))
+    rests = [float(sum(stage.rests.values())) for stage in memory(job).stages]
+    return Pipeline(timeline, _fused(job), np.array(rests))
 
 
 def _autograd(job: Job) -> Floats:

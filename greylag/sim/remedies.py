@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from greylag.sim.candidates import POINT, Recompute, Space, recomputes
 from greylag.sim.estimate import estimate
-from greylag.sim.memory import CONTEXT, FRAGMENTATION, breakdown, memory, predict_memory
+from greylag.sim.memory import breakdown, memory, predict_memory, room
 from greylag.sim.sweep import Sweep, fits, sweep
 from greylag.spec.finding import Finding
 from greylag.spec.job import Job
@@ -45,12 +45,12 @@ def _fault(job: Job) -> Finding:
         sizes, need = breakdown(stage), float(stage.total)
         at = f"stage {number} of {job.strategy.pp} ({stage.moment})"
     largest = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in sizes[:4])
-    room = (job.cluster.device.memory - CONTEXT) / (1 + FRAGMENTATION)
+    most = room(job.cluster.device)
     return Finding(
         level="error",
         where="strategy",
         what=f"does not fit: {at} allocates {need / GIB:.1f} GiB, {job.cluster.device.name} has room for "
-        f"{room / GIB:.1f} GiB; the largest part is {sizes[0][0]}",
+        f"{most / GIB:.1f} GiB; the largest part is {sizes[0][0]}",
         evidence=largest,
         advice="see the changes that make it fit",
     )
@@ -64,7 +64,7 @@ def _around(job: Job) -> Space:
         return tuple(sorted({int(n * f) for f in (1, *factors) if n * f >= 1 and n * f == int(n * f)}))
 
     own = Recompute(s.recompute, s.recompute_modules)
-    schedules: tuple[Schedule, ...] = tuple(dict.fromkeys((s.schedule, "1f1b")))  # type: ignore[arg-type]
+    plain: Schedule = "1f1b"
     whole = job.software.activations == "autograd"
     tp, pp, cp = ((n,) if whole else near(n, *f) for n, f in ((s.tp, (2, 0.5)), (s.pp, (2, 0.5)), (s.cp, (2,))))
     return Space(
@@ -77,7 +77,7 @@ def _around(job: Job) -> Space:
         pp=pp,
         vp=tuple(dict.fromkeys((s.vp, 1))),
         dp=None,
-        schedule=schedules,
+        schedule=tuple(dict.fromkeys((s.schedule, plain))),
         stage_layers=tuple(dict.fromkeys((s.stage_layers, ()))),
         recompute=tuple(dict.fromkeys((own, *recomputes(job)))),
         uneven=np.inf,

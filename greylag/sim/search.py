@@ -12,10 +12,11 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from greylag.sim.candidates import POINT, Ints, pinned, space_of
+from greylag.sim.candidates import POINT, Bools, Ints, pinned, space_of
 from greylag.sim.estimate import estimate
 from greylag.sim.remedies import remedies
-from greylag.sim.sweep import Floats, Progress, Sweep, sweep
+from greylag.sim.sweep import Progress, Sweep, sweep
+from greylag.sim.timeline import Floats
 from greylag.spec.error import SpecError
 from greylag.spec.finding import Finding
 from greylag.spec.job import Job
@@ -143,10 +144,9 @@ def _refuse(job: Job) -> None:
         raise SpecError(f"{job.name}: " + "; ".join(map(str, faults)))
 
 
-def _is_front(sizes: Floats) -> Any:
+def _is_front(sizes: Floats) -> Bools:
     """Which of some candidates, fastest first, take less memory than every faster one."""
-    before = np.concatenate([[np.inf], np.minimum.accumulate(sizes)[:-1]]) if len(sizes) else sizes
-    return sizes < before
+    return sizes < np.concatenate([[np.inf], np.minimum.accumulate(sizes)])[:-1]
 
 
 def _values(found: Sweep, axis: str) -> Any:

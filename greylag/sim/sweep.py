@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
-from greylag.sim.candidates import POINT, Ints, Plan, Points, Recompute, Space, plans, points
+from greylag.sim.candidates import POINT, Bools, Ints, Plan, Points, Recompute, Space, plans, points
 from greylag.sim.estimate import estimate, layer_times
-from greylag.sim.memory import CONTEXT, FRAGMENTATION, fullest, predict_memory
+from greylag.sim.memory import fullest, predict_memory, room
 from greylag.sim.memory_fused import Layers
+from greylag.sim.timeline import Floats
+from greylag.spec.holdings import Number
 from greylag.spec.job import Job
 from greylag.spec.precision import Precision
 
-Floats = npt.NDArray[np.float64]
 PORTION = 2048
 """Points that are counted at once, so that their arrays stay in the cache."""
 Progress = Callable[[int, int], None]
@@ -50,9 +50,9 @@ class Group:
     def jobs(self, job: Job, some: Points) -> Job:
         """All candidates of some points as one job of arrays."""
         many = some.job(job)
-        batch = job.global_batch
-        if self.plan.schedule == "dualpipe":  # what it cannot run at all is left out later, and counted as if it could
-            batch = np.maximum(batch, 2 * many.strategy.data_parallel * many.strategy.micro_batch)  # type: ignore[assignment]
+        batch: Number = job.global_batch
+        if self.plan.schedule == "dualpipe":  # what it cannot run (`_enough`) is counted here as if it could
+            batch = np.maximum(batch, 2 * many.strategy.data_parallel * many.strategy.micro_batch)
         return replace(many, precision=self.precision, strategy=self._planned(many.strategy), global_batch=batch)
 
     def _planned(self, strategy: Any) -> Any:
@@ -112,15 +112,16 @@ def sweep(
     every = -(-total // limit) if limit else 1
     units = [(here.take(slice(None, None, every)), mine, times) for here, mine, times in units]
     found.num_left_out = total - sum(len(here) * times for here, _, times in units)
-    total -= found.num_left_out
+    total, done = total - found.num_left_out, 0
     for precision in precisions:
         for here, mine, _ in units:
             for first in range(0, len(here), PORTION):
                 portion = here.take(slice(first, first + PORTION))
                 for recompute in space.recompute:
                     parts += _evaluate(job, found, precision, recompute, portion, mine)
+                    done += len(portion) * len(mine)
                     if progress:
-                        progress(found.num_tried, total)
+                        progress(done, total)
     if parts:
         found.seconds, found.bytes, found.group = (np.concatenate([p[k] for p in parts]) for k in range(3))
         found.columns = np.concatenate([p[3] for p in parts], axis=1)
@@ -137,12 +138,14 @@ def _evaluate(
     """The rows of those that fit among some points in all plans of a pipeline degree."""
     groups = [Group(precision, here.pp, recompute, plan) for plan in mine]
     runnable = [_enough(group, here.job(job)) for group in groups]
-    found.num_tried += len(here) * len(groups)
+    able = sum(int(np.count_nonzero(ok)) for ok in runnable)
+    found.num_tried += able
+    found.num_invalid += len(here) * len(groups) - able
     sizes = _peaks(job, groups, here)
     roomy = [ok & fits(job, size) for ok, size in zip(runnable, sizes, strict=True)]
     kept = np.flatnonzero(np.logical_or.reduce(roomy))
     if not len(kept):
-        _least(found, groups, sizes, here)
+        _least(found, groups, [np.where(ok, size, np.inf) for ok, size in zip(runnable, sizes, strict=True)], here)
         return []
     some, parts = here.take(kept), []
     times = layer_times(groups[0].jobs(job, some))
@@ -159,10 +162,10 @@ def _evaluate(
 
 def fits(job: Job, size: Any) -> Any:
     """Whether allocated bytes fit, as `Memory.fits` says."""
-    return size * (1 + FRAGMENTATION) + CONTEXT <= job.cluster.device.memory
+    return size <= room(job.cluster.device)
 
 
-def _enough(group: Group, many: Job) -> npt.NDArray[np.bool_]:
+def _enough(group: Group, many: Job) -> Bools:
     """DualPipe feeds both ends: with one micro-batch `spec.schedule` has no order for it."""
     least = 2 if group.plan.schedule == "dualpipe" and group.pp > 1 else 1
     return np.asarray(many.num_micro_batches) >= least
@@ -186,5 +189,5 @@ def _least(found: Sweep, groups: list[Group], sizes: list[Floats], here: Points)
     """Remember what takes the least memory, as long as nothing fits."""
     for group, size in zip(groups, sizes, strict=True):
         row = int(size.argmin())
-        if found.least is None or size[row] < found.least[0]:
+        if size[row] < (found.least[0] if found.least else np.inf):
             found.least = (float(size[row]), group, here.columns[:, row])

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from greylag.spec.schedule import Action, order
+from greylag.spec.schedule import Action, Order, order
 from greylag.spec.strategy import Schedule
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -26,7 +26,7 @@ PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}
 class Graph(NamedTuple):
     """What waits for what: one entry per action, in an order in which every action stands behind what it waits for."""
 
-    actions: tuple[tuple[Action, ...], ...]
+    actions: Order
     places: tuple[Indices, ...]
     """By rank, where its actions stand."""
     before: list[int]
@@ -58,7 +58,7 @@ class Timeline:
     """When its output is at the next rank; NaN where it goes to none."""
 
     @property
-    def actions(self) -> tuple[tuple[Action, ...], ...]:
+    def actions(self) -> Order:
         """The order, by rank."""
         return self.graph.actions
 
@@ -91,7 +91,7 @@ def graph(schedule: Schedule, pp: int, vp: int, num_micro_batches: int) -> Graph
     return graph_of(order(schedule, pp, vp, num_micro_batches), pairs=pairs)
 
 
-def graph_of(actions: tuple[tuple[Action, ...], ...], *, pairs: bool = False) -> Graph:
+def graph_of(actions: Order, *, pairs: bool = False) -> Graph:
     """The graph of any order. An order that waits for itself is a fault of ours, an AssertionError.
 
     With `pairs`, an F directly before a B on its rank is one piece of work with it: it begins when the inputs of both
@@ -234,6 +234,6 @@ def _ends(plan: Graph, seconds: list[float], delay: list[float], hold: list[floa
     return end[:-1]
 
 
-def makespan(actions: tuple[tuple[Action, ...], ...], forward: float, backward: float, transfer: float) -> float:
+def makespan(actions: Order, forward: float, backward: float, transfer: float) -> float:
     """Seconds from the first action to the end of the last, all stages alike, backward whole or in two halves."""
     return simulate(graph_of(actions), forward, backward / 2, backward / 2, transfer).makespan

@@ -108,7 +108,7 @@ def _counter(
         now += change
         held[time] = base + now
     for time, amount in held.items():
-        yield (f'{{"ph":"C","name":"memory","pid":{rank},"ts":{time / 1e3:.3f},"args":{{"bytes":{round(amount)}}}}}')
+        yield f'{{"ph":"C","name":"memory","pid":{rank},"ts":{time / 1e3:.3f},"args":{{"bytes":{round(amount)}}}}}'
 
 
 def _arrows(timeline: Timeline, shown: set[int]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from greylag.spec.error import SpecError
-from greylag.spec.published import MOST_LAYERS, Config, Departure, expert_layers, windows
+from greylag.spec.published import MOST_LAYERS, Config, Departure, expert_layers, shared_experts, windows
 
 BIAS_UPDATE_RATE = 0.001
 """No config.json says it: DeepSeek-V3's for the first 14.3T tokens (arXiv 2412.19437, section 4.2)."""
@@ -168,17 +168,11 @@ def _qwen3(c: Config) -> dict[str, Any]:
 def _qwen2_moe(c: Config) -> dict[str, Any]:
     table = {**_qwen(c), "qkv_bias": c.flag("qkv_bias", True)}
     moe = _sparse_experts(c, table)
-    shared, width = c.integer("shared_expert_intermediate_size", 0), moe["ffn_hidden_size"]
-    if shared % max(width, 1):
-        raise SpecError(
-            f"{c.where}: 'shared_expert_intermediate_size' {shared} is no multiple of moe_intermediate_size {width}: "
-            "shared experts have the width of routed ones"
-        )
+    shared = c.integer("shared_expert_intermediate_size", 0)
     if shared:
         gates = sum(_sparse_layers(c, table)) * table["hidden_size"]
         c.depart("shared_expert_gate", "a sigmoid gate on the shared expert; left out", gates)
-        moe["num_shared_experts"] = shared // width
-    return {**table, "moe": moe}
+    return {**table, "moe": {**moe, **shared_experts(shared, moe["ffn_hidden_size"])}}
 
 
 def _qwen3_moe(c: Config) -> dict[str, Any]:

@@ -109,24 +109,28 @@ rotary pairs; and a width of which others are the parts."""
 _WITHOUT_EFFECT = frozenset((_NO_SHAPE + _TRAINING).split())
 
 
-def every_nth(chosen: Sequence[bool], first: int = 0) -> int | None:
-    """N such that layer i is chosen when (i - first + 1) is a multiple of N, for i from `first`; None if there is none.
-
-    Layers before `first` are never chosen.
-    """
-    for n in range(1, len(chosen) - first + 1):
-        if all(c == (i >= first and (i - first + 1) % n == 0) for i, c in enumerate(chosen)):
-            return n
-    return None
+def every_nth(chosen: Sequence[bool]) -> tuple[int, int] | None:
+    """(first, n) such that of the layers from `first` the last of each n is chosen, and no other; None if none does."""
+    places = [i for i, is_chosen in enumerate(chosen) if is_chosen]
+    if not places:
+        return None
+    n = places[1] - places[0] if len(places) > 1 else places[0] + 1
+    first = places[0] - n + 1
+    return (first, n) if first >= 0 and places == list(range(places[0], len(chosen), n)) else None
 
 
 def expert_layers(chosen: Sequence[bool], where: str) -> dict[str, int]:
     """`num_dense_layers` and `every` of the layers that have experts. Raises SpecError if no such rule gives them."""
-    for dense in range(len(chosen)):
-        every = every_nth(chosen, dense)
-        if every:
-            return {"num_dense_layers": dense, "every": every}
-    raise SpecError(f"{where}: the layers with experts follow no rule of num_dense_layers and every")
+    rule = every_nth(chosen)
+    if rule is None:
+        raise SpecError(f"{where}: the layers with experts follow no rule of num_dense_layers and every")
+    return {"num_dense_layers": rule[0], "every": rule[1]}
+
+
+def shared_experts(shared: int, width: int) -> dict[str, int]:
+    """`num_shared_experts` of so much width together, and that width where it is no multiple of an expert's `width`."""
+    width = max(width, 1)
+    return {"num_shared_experts": -(-shared // width), **({"shared_width": shared} if shared % width else {})}
 
 
 def windows(window: int | None, windowed: Sequence[bool]) -> dict[str, int] | None:
@@ -135,5 +139,5 @@ def windows(window: int | None, windowed: Sequence[bool]) -> dict[str, int] | No
         return {}
     if all(windowed):
         return {"window": window}
-    every = every_nth([not w for w in windowed])
-    return {"window": window, "full_attention_every": every} if every else None
+    rule = every_nth([not is_windowed for is_windowed in windowed])
+    return {"window": window, "full_attention_every": rule[1]} if rule and rule[0] == 0 else None

@@ -4,9 +4,12 @@ The simulator returns one, the trainer writes one per line of `steps.jsonl`, the
 A number that shall appear in a report is a field here first.
 """
 
+from html import escape
 from typing import Literal
 
 import msgspec
+
+from greylag.spec.quantity import count, flops_per_second, memory, percent, seconds
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "other")
 """Phases of a step, in order. Communication inside forward and backward (parameter all-gather, gradient
@@ -88,7 +91,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         title, *rows = _rows(self)
         cells = "".join(
             "<tr>"
-            + "".join(f'<td style="text-align: {"right" if n else "left"}">{c}</td>' for n, c in enumerate(row))
+            + "".join(f'<td style="text-align: {"right" if n else "left"}">{escape(c)}</td>' for n, c in enumerate(row))
             + "</tr>"
             for row in rows
         )
@@ -98,36 +101,25 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def _rows(step: Step) -> list[tuple[str, str, str]]:
     """What a step says of itself: a title, then (what, figure, share)."""
     total, place = step.total_seconds, f" {step.number}" if step.number else ""
-    rows = [(f"{step.source} step{place}", _short(total, _SECONDS), "")]
+    rows = [(f"{step.source} step{place}", seconds(total), "")]
     if step.interval:
-        low, high = (_short(bound, _SECONDS) for bound in step.interval)
+        low, high = map(seconds, step.interval)
         rows.append(("  nine in ten lie between", low, high))
     for heading, parts in (("", step.seconds), ("spent on", step.causes)):
         rows += [(heading, "", "")] * bool(heading and parts)
         for name, value in parts.items():
             if value:
-                rows.append((f"  {name}", _short(value, _SECONDS), f"{value / total:.1%}" if total else ""))
+                rows.append((f"  {name}", seconds(value), percent(value / total if total else None)))
     if total:
-        rows.append(("tokens per second", _short(step.tokens_per_second, _COUNT), ""))
-        used = f"{step.utilization:.1%} MFU" if step.utilization is not None else ""
-        rows.append(("model FLOP/s", _short(step.flops_per_second, _COUNT), used))
+        rows.append(("tokens per second", count(step.tokens_per_second), ""))
+        used = f"{percent(step.utilization)} MFU" if step.utilization is not None else ""
+        rows.append(("model FLOP/s", flops_per_second(step.flops_per_second), used))
     if step.loss is not None:
         rows.append(("loss", f"{step.loss:.4f}", ""))
     if step.bytes:
-        rows.append(("memory of a rank", _short(step.total_bytes, _BYTES), ""))
-        rows += [(f"  {pool}", _short(size, _BYTES), "") for pool, size in step.bytes.items() if size]
+        rows.append(("memory of a rank", memory(step.total_bytes), ""))
+        rows += [(f"  {pool}", memory(size), "") for pool, size in step.bytes.items() if size]
     return rows
-
-
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
-_COUNT = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-
-
-def _short(value: float, units: tuple[tuple[float, str], ...]) -> str:
-    """Three digits and the unit that fits."""
-    size, name = next((unit for unit in units if abs(value) >= unit[0]), units[-1])
-    return f"{value / size:#.3g}".rstrip(".") + f" {name}".rstrip()
 
 
 def _aligned(rows: list[tuple[str, str, str]]) -> list[tuple[str, str, str]]:

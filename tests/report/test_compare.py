@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from commands import greylag_here, write_job
 from greylag.report.compare import Laid, lay, read_ranks, verdict
-from greylag.report.explain import explain
+from greylag.report.explain import Case, explain
 from greylag.report.record import read_record
 from greylag.sim import predict
 from greylag.spec import Job, SpecError, Step, load_job
@@ -21,8 +21,8 @@ POOLS = {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e6, "activations": 4
 
 
 def predicted(**fields: object) -> Step:
-    known = {"source": "predicted", "seconds": SECONDS, "bytes": POOLS, "wire_bytes": 1e6, "tokens": 512, "flops": 1e9}
-    return Step(**{**known, **fields})  # type: ignore[arg-type]
+    known = Step(source="predicted", seconds=SECONDS, bytes=POOLS, wire_bytes=1e6, tokens=512, flops=1e9)
+    return replace(known, **fields)
 
 
 def run(num: int = 40, seed: int = 0, bytes_: float = 1.0, wire: float = 1e6, **times: float) -> list[Step]:
@@ -39,7 +39,7 @@ def run(num: int = 40, seed: int = 0, bytes_: float = 1.0, wire: float = 1e6, **
 
 
 def said(job: Job, ranks: dict[int, list[Step]], step: Step | None = None) -> list[str]:
-    found = explain(job, step or predicted(), ranks)
+    found = explain(Case(job, step or predicted(), ranks))
     assert all(f.evidence and f.advice and "\n" not in str(f) for f in found)
     return [f.what for f in found]
 
@@ -89,7 +89,7 @@ def test_a_slow_rank_is_told_from_a_slow_link_by_the_steps_of_others() -> None:
     waiting = {rank: run(seed=rank, reduce=6.0) for rank in (0, 1)}
     slow = run(seed=2, forward=1.3, backward=1.3)
     job = strategy(JOB, dp=4)
-    found = explain(job, predicted(), {**waiting, 2: slow, 3: run(seed=3, reduce=6.0)})
+    found = explain(Case(job, predicted(), {**waiting, 2: slow, 3: run(seed=3, reduce=6.0)}))
     assert found[0].what.startswith("a slow rank: rank 2 computes +30")
     assert found[0].rank == 2
     assert "other ranks wait up to 2" in found[0].evidence
@@ -198,7 +198,7 @@ def test_the_largest_excess_is_named_by_phase_and_rank(tmp_path: Path) -> None:
     assert (found.largest.phase, found.largest.rank) == ("backward", 3)
     assert found.largest.seconds == pytest.approx(0.18, rel=0.05)
     assert verdict(found)[0].startswith("Largest excess: backward on rank 3, 18")
-    assert (found.num_steps, found.warm_up) == (37, 3)
+    assert (len(found.summary.steady), found.summary.warm_up) == (37, 3)
 
 
 def test_ranks_that_the_job_does_not_have_are_refused(tmp_path: Path) -> None:
@@ -209,8 +209,8 @@ def test_ranks_that_the_job_does_not_have_are_refused(tmp_path: Path) -> None:
 
 def test_memory_of_the_measured_step_is_laid_beside(tmp_path: Path) -> None:
     found = laid(write(tmp_path, JOB, {0: run(bytes_=1.5)}, predicted()))
-    assert found.memory.measured == pytest.approx(1.5 * sum(POOLS.values()))
-    assert found.memory.predicted == pytest.approx(sum(POOLS.values()))
+    assert found.summary.memory.measured == pytest.approx(1.5 * sum(POOLS.values()))
+    assert found.summary.memory.predicted == pytest.approx(sum(POOLS.values()))
 
 
 def test_the_command_reads_a_run_as_the_trainer_writes_it(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,7 +18,7 @@ from greylag.report.assumption import OWN, assumptions, comments, limits
 from greylag.report.picture import ends, whole_step
 from greylag.report.prediction import render_prediction
 from greylag.sim import predict
-from greylag.sim.memory import CONTEXT, memory
+from greylag.sim.memory import CONTEXT, FRAGMENTATION, memory
 from greylag.sim.pipeline import pipeline
 from greylag.spec import Job, Step, load_job
 from greylag.spec.cluster import Calibration, Efficiency, GemmPoint
@@ -49,11 +50,10 @@ def job_of(*overrides: str) -> Job:
     return job
 
 
-def page(job: Job, **more: object) -> str:
+def page(job: Job, ranks: Sequence[int] = ()) -> str:
     step = predict(job)
-    fused = memory(job) if job.software.activations == "fused" else None
-    held = account(job, step.bytes, fused, outside=CONTEXT)
-    return render_prediction(job, step, held, pipeline(job, step).timeline, **more)  # type: ignore[arg-type]
+    held = account(job, step.bytes, memory(job).stages, FRAGMENTATION, CONTEXT)
+    return render_prediction(job, step, held, pipeline(job, step).timeline, ranks=ranks)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,7 +102,7 @@ def test_ranks_that_are_asked_for_are_drawn() -> None:
 def test_memory_is_laid_against_the_device() -> None:
     job = job_of()
     fused = memory(job)
-    held = account(job, {}, fused, outside=CONTEXT)
+    held = account(job, {}, fused.stages, FRAGMENTATION, CONTEXT)
     assert len(held.stages) == 16
     assert held.fullest.total == pytest.approx(float(fused.total))
     assert held.needed == pytest.approx(float(fused.reserved) + CONTEXT)

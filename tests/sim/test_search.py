@@ -315,6 +315,8 @@ def test_dualpipe_needs_two_micro_batches() -> None:
     assert (group.jobs(job, some).num_micro_batches >= 2).all()
     found = sweep(job, space_of(job, pinned(["schedule=dualpipe", "pp=2"]), ALLOW), [job.precision])
     assert min(found.job(job, row).num_micro_batches for row in range(len(found.seconds))) >= 2
+    with pytest.raises(SpecError, match="none of the"):
+        search(job, fix=["tp=1", "cp=1", "pp=2", "schedule=dualpipe", "micro_batch=1"], allow=ALLOW)
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -1,21 +1,20 @@
 """The fast span against the exact timeline: equal for even stages, within a stated bound for uneven ones."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greylag.sim.span import paths, span
-from greylag.sim.timeline import graph, simulate
+from greylag.sim.timeline import Floats, graph, simulate
 from greylag.spec import SpecError
 from greylag.spec.schedule import CHUNKS, POSTPONED, rank_of
 from greylag.spec.strategy import Schedule
 
-Floats = npt.NDArray[np.float64]
-ALL: list[Schedule] = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"]
+ALL: tuple[Schedule, ...] = get_args(Schedule)
 EXACT: list[Schedule] = ["gpipe", "1f1b", "interleaved", "zb-h1"]
 
 

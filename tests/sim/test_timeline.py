@@ -1,6 +1,7 @@
 """The exact timeline: the papers' bubbles, an evaluation written twice, and what transfers cost."""
 
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from greylag.sim.timeline import Timeline, graph, graph_of, makespan, simulate
-from greylag.spec.schedule import CHUNKS, order
+from greylag.spec.schedule import CHUNKS, POSTPONED, order
 from greylag.spec.strategy import Schedule
 
 
@@ -43,8 +44,8 @@ def test_bubbles_are_the_published_ones(pp: int, f: float, i: float, w: float) -
 
 @pytest.mark.parametrize("pp", [2, 4, 8, 16])
 def test_even_times_leave_no_bubble_in_zero_bubble_schedules(pp: int) -> None:
-    for schedule in ("zb-h2", "zb-v"):
-        assert bubble(even(schedule, pp, 4 * pp), postponed=True) == pytest.approx(0.0)  # type: ignore[arg-type]
+    for schedule in POSTPONED:
+        assert bubble(even(schedule, pp, 4 * pp), postponed=True) == pytest.approx(0.0)
     assert bubble(even("zb-v", pp, 4 * pp)) == pytest.approx((pp - 1) / 2)
 
 
@@ -63,9 +64,7 @@ def test_bubble_rates_of_the_zero_bubble_paper(schedule: Schedule) -> None:
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[Schedule, int, int, int, int]:
-    schedule = draw(
-        st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipe-v"])
-    )
+    schedule: Schedule = draw(st.sampled_from(get_args(Schedule)))
     pp = draw(st.integers(1, 6))
     if schedule == "dualpipe":
         pp += pp % 2

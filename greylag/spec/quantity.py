@@ -1,7 +1,7 @@
 """Quantity: numbers as people read them, three digits and a unit that fits.
 
-Structs hold seconds, bytes, FLOPs and counts; this is the border where a unit is chosen. Each function takes
-None (not measured, not predicted, not finite) and gives a dash for it.
+Structs hold seconds, bytes, FLOPs and counts; this is the border where a unit is chosen, for a Step that prints
+itself and for every report. Each function takes None (not measured, not predicted, not finite) and gives a dash for it.
 """
 
 import math
