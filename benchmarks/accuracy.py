@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rows import TRUTH, Row, rows
-from truth_rows.fit import as_toml, fit, left_out
-from truth_rows.presets import write
-from truth_rows.score import Prediction, schedule_errors, table
 
 from greylag.sim import predict
 from greylag.sim.estimate import estimate
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
+from rows import TRUTH, Row, rows
+from truth_rows.fit import as_toml, fit, left_out
+from truth_rows.presets import write
+from truth_rows.score import Prediction, schedule_errors, table
 
 
 def predicted(row: Row, job: Job | None = None) -> Prediction:

@@ -11,10 +11,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from greylag.spec.error import SpecError
 from truth_rows import bridge, dgxc, fsdp, functional, layer, papers, reports, simumax, zero_bubble
 from truth_rows.row import Dialect, Memory, Raw, Row, UntoldError, family
-
-from greylag.spec.error import SpecError
 
 __all__ = ["TRUTH", "Memory", "Row", "rows"]
 

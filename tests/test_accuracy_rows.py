@@ -3,22 +3,19 @@
 import ast
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+import accuracy
+import rows as published
 from greylag.spec.parts import num_parameters
+from truth_rows import fit as fitting
+from truth_rows import flops, row, score
+from truth_rows.dims import dense_layers
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import accuracy  # noqa: E402
-import rows as published  # noqa: E402
-from truth_rows import fit as fitting  # noqa: E402
-from truth_rows import flops, row, score  # noqa: E402
-from truth_rows.dims import dense_layers  # noqa: E402
 
 ROWS = published.rows()
 TOLD = [r for r in ROWS if r.job]

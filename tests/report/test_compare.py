@@ -136,7 +136,7 @@ def test_communication_inside_forward_shows_there_first() -> None:
     step = predicted(causes={"gemm": 0.5, "ep": 0.3})
     (only,) = said(JOB, {0: run(forward=1.6, backward=1.2)}, step)
     assert only.startswith("a slow link")
-    assert "tp, cp and ep" in only
+    assert "tp, cp, ep" in only
     assert said(JOB, {0: run(forward=1.4, backward=1.4)}, step)[0].startswith("compute is slower")
 
 
