@@ -81,6 +81,8 @@ def bridge_model(raw: Raw, models: Raw) -> Model:
     fields: dict[str, Any] = {}
     if ref.startswith("qwen3"):
         fields["qk_norm"] = True
+    if ref == "gpt_oss_120b":
+        fields["bias"] = True
     if ref == "deepseek_v3":
         fields["num_mtp_layers"] = 0 if raw["model"].get("variant") == "w/o MTP" else 1
     vocab = LLAMA_3_VOCAB if ref.startswith("llama3") else None

@@ -18,13 +18,15 @@ from greylag.spec.job import Job
 from greylag.spec.software import Software
 from truth_rows.row import Row
 
-SOFTWARE = ("launch_us", "speed", "exposed")
+SOFTWARE = ("grouped", "speed", "exposed")
 """Numbers of a Software that are fitted."""
 NOISE = 0.03
 """Standard deviation of a measured step time's logarithm: two runs of one setting differ by about this."""
 HUBER = 2.0
 """Standard deviations from which an error weighs by its size and not by its square."""
-WIDTH = {"speed": 0.3, "exposed": 0.7, "launch_us": 0.8, "kernel_us": 0.25, "gemm_ramp": 0.5, "node": 0.1}
+WIDTH = {
+    "speed": 0.3, "exposed": 0.7, "launch_us": 0.8, "kernel_us": 0.25, "gemm_ramp": 0.5, "node": 0.1,
+}  # fmt: skip
 """Standard deviation of a constant's logarithm around its default."""
 OTHER_WIDTH = 0.15
 STEP = 0.02
@@ -34,10 +36,11 @@ LONGEST_STEP = 0.4
 """Of a constant's logarithm in one round."""
 
 MEASURED: dict[str, dict[str, float]] = {
-    "b200": {"gemm": 0.49, "gemm_fp8": 0.45, "gemm_ramp": 128.0, "grouped": 0.65, "attention": 0.42,
+    "b200": {"gemm": 0.49, "gemm_fp8": 0.45, "gemm_ramp": 128.0, "attention": 0.42,
              "attention_backward": 0.36, "memory": 0.6, "node": 0.67, "all_to_all": 0.6},
+    "megatron-core-2026": {"grouped": 0.65},
 }  # fmt: skip
-"""Operators measured alone on a device, around which the prior lies (MooreThreads/SimuMax,
+"""Operators measured alone on a device by a framework's release, around which the prior lies (MooreThreads/SimuMax,
 configs/system/b200_bf16_ceperm.json): GEMMs above 0.5 ms, median; attention, whose FLOPs it counts non-causal, halved;
 grouped over plain GEMMs; elementwise kernels; collectives over NVLink."""
 
@@ -101,9 +104,8 @@ def start(rows: Iterable[Row], predict: Predict) -> Fit:
     default: dict[Key, float] = {}
     for row in rows:
         for key in keys_of(row):
-            software, usual = Software(name=""), Efficiency()
-            holder = software if key[1] in SOFTWARE else replace(usual, **MEASURED.get(key[0], {}))
-            default[key] = float(getattr(holder, key[1]))
+            usual = Software(name="") if key[1] in SOFTWARE else Efficiency()
+            default[key] = MEASURED.get(key[0], {}).get(key[1], float(getattr(usual, key[1])))
     return Fit(predict, default, dict.fromkeys(default, 0.0))
 
 

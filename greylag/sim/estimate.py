@@ -10,10 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
+from greylag.sim.fill import is_placed, placed
 from greylag.sim.layer import PASSES, LayerTime, Pass, embedding_time, head_time, layer_time, tokens_of
 from greylag.sim.links import Links
 from greylag.sim.operators import Operators, Size
 from greylag.sim.span import span
+from greylag.sim.timeline import graph_of, simulate
 from greylag.spec.holdings import chunk_weights, chunks, on_rank, stage_sizes, stages_of, state_shards
 from greylag.spec.job import Job
 from greylag.spec.precision import BYTES
@@ -75,7 +77,8 @@ def layer_times(job: Job) -> LayerTimes:
 def estimate(job: Job, layers: LayerTimes | None = None) -> Estimate:
     """The estimate of a job on a cluster of accelerators. `layers` spares counting what `layer_times` gives.
 
-    Raises SpecError where a figure of the cluster is missing.
+    Without them it is one job's, whose weight gradients stand where its framework places them; candidates have theirs
+    by rule, which is never faster. Raises SpecError where a figure of the cluster is missing.
     """
     operators, links = Operators(job.cluster, job.software), Links(job.cluster)
     s, m = job.strategy, job.num_micro_batches
@@ -87,6 +90,9 @@ def estimate(job: Job, layers: LayerTimes | None = None) -> Estimate:
     hop = transfer * (job.software.exposed if "pp" in s.overlap else 0.0)
     forward, dgrad, wgrad = (stages[p] for p in PASSES)
     length = span(s.schedule, s.pp, s.vp, m, forward, dgrad, wgrad, hop)
+    if layers is None and is_placed(job):
+        one = (forward[0], dgrad[0], wgrad[0], float(hop.item()))
+        length = np.array([simulate(graph_of(placed(job, *one)), *one).period])
     busiest, forward, busy = _busiest(job, stages)
     forward = m * forward
     backward = m * busy - forward

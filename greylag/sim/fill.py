@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from greylag.sim.timeline import Floats, graph, graph_of, simulate
 from greylag.spec.error import SpecError
+from greylag.spec.job import Job
 from greylag.spec.schedule import Action, Order
 from greylag.spec.strategy import Schedule
 
@@ -56,6 +57,27 @@ def fill(
         if timeline.period < least.period:
             least = timeline
     return least.actions
+
+
+def is_placed(job: Job) -> bool:
+    """Whether the job's framework places weight gradients by their times.
+
+    For `zb-h2` alone: in the memory of `zb-h1` the paper's search finds nothing better than the rule (its bubble rates
+    of ZB-1p are those of ZB-H1).
+    """
+    return job.software.placed and job.strategy.schedule == "zb-h2" and job.strategy.pp > 1
+
+
+def placed(job: Job, forward: Floats, input_gradient: Floats, weight_gradient: Floats, transfer: float) -> Order:
+    """The order of a job that is placed, for seconds by stage.
+
+    A weight gradient needs 32 of the 34 values per token and hidden dim that forward keeps, and none of the 5 that an
+    unfused attention keeps per head and pair of tokens (arXiv 2401.10241, section 3).
+    """
+    s, model = job.strategy, job.model
+    scores = 5 * model.num_heads * job.sequence / model.hidden_size if job.software.attention == "unfused" else 0.0
+    times = (forward, input_gradient, weight_gradient, transfer)
+    return fill(s.schedule, s.pp, s.vp, job.num_micro_batches, *times, share=32 / (34 + scores))
 
 
 def _place(actions: Order, times: list[Floats], transfer: float, room: float, share: float, patience: float) -> Order:

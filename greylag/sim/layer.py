@@ -24,6 +24,11 @@ PASSES: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
 ACCUMULATED = 8.0
 """Bytes moved per element of a weight gradient: FP32, read and added to (Megatron-Core, accumulation fused)."""
 
+EXPERT_BIAS = 28.0
+"""Bytes moved per element of the experts' output where they have biases, in each direction: the last is no part of the
+grouped GEMM but, scaled by each token's probability, repeated (4), multiplied (8), added (10) and cast (6) in FP32
+(Megatron-Core, transformer/moe/experts.py, _apply_packed_bias)."""
+
 PACE = 4.0
 """Norm in which device and host add up: at equal times 19% more than either. A choice of ours, between the larger one
 (infinity) and their sum (1)."""
@@ -98,7 +103,7 @@ def layer_time(job: Job, layer: int, operators: Operators, links: Links) -> Laye
         again = again + (forward if kernel.module in s.recompute_modules else 0.0)
     time.again = again + _repeated_gemms(job, operators, gemms, dtypes, layer)
     _communication(time, job, layer, tokens, links)
-    return time.paced(operators.software.launch)
+    return time.paced(operators.launch)
 
 
 def _attention(time: LayerTime, job: Job, layer: int, tokens: Size, operators: Operators) -> Size:
@@ -108,9 +113,10 @@ def _attention(time: LayerTime, job: Job, layer: int, tokens: Size, operators: O
     model, tp = job.model, job.strategy.tp
     window = model.window if model.has_window(layer) else None
     flops = attention_flops(model, job.sequence, tokens, tp, window=window)
-    core = operators.attention(flops)
+    width = model.qk_head_dim + model.v_head_dim
+    core = operators.attention(flops, width)
     time.add("forward", "attention", core, 1)
-    time.add("input_gradient", "attention", operators.attention(flops, backward=True), 2)
+    time.add("input_gradient", "attention", operators.attention(flops, width, backward=True), 2)
     return core
 
 
@@ -222,6 +228,8 @@ def layer_kernels(job: Job, layer: int, tokens: Size) -> Iterator[Kernel]:
     yield Kernel("router", own * moe.num_experts * 4 * 6, own * moe.num_experts * 4 * 6, 12)
     yield Kernel("moe", 2 * 2 * rows, 2 * 2 * rows, 10)  # to experts and back
     yield _activation(job, tokens * moe.top_k * moe.ffn_hidden_size / s.tp)
+    if model.bias:
+        yield Kernel("moe", rows / b * EXPERT_BIAS, rows / b * EXPERT_BIAS, 4)
     if moe.num_shared_experts:
         yield _activation(job, tokens * moe.shared_ffn_hidden_size / s.tp)
         yield Kernel("residual", 3 * own * model.hidden_size * b, 0.0)
@@ -296,7 +304,7 @@ def head_time(job: Job, operators: Operators, links: Links) -> LayerTime:
             time.add("input_gradient", "tp", links.gather(size, s.tp), (s.tp > 1))
         else:
             time.add("input_gradient", "tp", links.reduce(size, s.tp) * job.software.exposed, (s.tp > 1))
-    return time.paced(operators.software.launch)
+    return time.paced(operators.launch)
 
 
 def embedding_time(job: Job, operators: Operators, links: Links) -> LayerTime:

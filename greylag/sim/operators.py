@@ -23,6 +23,8 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75))
 Hopper (128x256x64 fastest, 128x128 within a tenth). The library picks the fastest for a shape."""
 BACKWARD_OF_ATTENTION = 2.5
 """Five products for two (FlashAttention-2, arXiv 2307.08691, section 3.1)."""
+HEADS_OF_128 = 256
+"""Width of a query and a value head of 128 dims each."""
 
 BEFORE_HOPPER = 0.5
 """Of the speed of attention on Hopper, by kernels written before it: 35% of the peak for 75% (arXiv 2407.08608,
@@ -49,7 +51,7 @@ class Operators:
         d, e = self.device, self.device.efficiency
         lead = (-1, *[1] * (np.ndim(m) - 1))
         rate = np.reshape([self.peak(t) * self._share(t) for t in dtypes], lead)
-        rate = rate * np.where(groups > 1, e.grouped, 1.0)
+        rate = rate * np.where(groups > 1, self.software.grouped, 1.0)
         width = np.reshape([{"fp8": 1.0, "fp32": 4.0}.get(t, 2.0) for t in dtypes], lead)
         compute: Size = np.inf
         for rows, columns, speed in TILES:
@@ -66,13 +68,20 @@ class Operators:
         fp8 = dtype == "fp8" and "fp8" in self.device.peak_tflops
         return (e.gemm_fp8 if fp8 else e.gemm) * self.software.speed
 
-    def attention(self, flops: Size, backward: bool = False) -> Size:
-        """Seconds of the attention core, from its forward FLOPs, the masked half not counted."""
+    def attention(self, flops: Size, width: Size, backward: bool = False) -> Size:
+        """Seconds of the attention core, from its forward FLOPs, the masked half not counted.
+
+        `width` is of a query and a value head together. Each pair of tokens costs 2 x width FLOPs and an exponential,
+        in either direction; the device's share is that of heads of 128. To kernels that leave half of the matrix units
+        idle an exponential is half as dear.
+        """
         e = self.device.efficiency
         times, share = (BACKWARD_OF_ATTENTION, e.attention_backward) if backward else (1.0, e.attention)
-        if self.software.attention == "flash-2" and "fp8" in self.device.peak_tflops:
-            share *= BEFORE_HOPPER
-        return times * flops / (self.peak("bf16") * share * self.software.speed) + e.kernel
+        before = self.software.attention == "flash-2" and "fp8" in self.device.peak_tflops
+        speed = BEFORE_HOPPER if before else 1.0
+        usual, exponential = 2.0 * times * HEADS_OF_128, speed * (self.device.flops_per_exponential or 0.0)
+        slower = (1 + exponential / (2.0 * times * width)) / (1 + exponential / usual)
+        return times * flops * slower / (self.peak("bf16") * share * speed * self.software.speed) + e.kernel
 
     def move(self, size: Size, kernels: Size = 1) -> Size:
         """Seconds of kernels that read and write `size` bytes in all."""
@@ -87,6 +96,11 @@ class Operators:
                 "write it in [cluster.device] peak_tflops"
             )
         return value
+
+    @property
+    def launch(self) -> float:
+        """Seconds of host time per kernel."""
+        return 0.0 if self.software.graphs else self.device.efficiency.launch_us * 1e-6
 
     @property
     def bandwidth(self) -> float:

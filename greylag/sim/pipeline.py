@@ -10,10 +10,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from greylag.sim.estimate import estimate
+from greylag.sim.fill import is_placed, placed
 from greylag.sim.layer import PASSES
 from greylag.sim.memory import memory, predict_memory
 from greylag.sim.memory_fused import Layers
-from greylag.sim.timeline import Floats, Timeline, graph, simulate
+from greylag.sim.timeline import Floats, Timeline, graph, graph_of, simulate
 from greylag.spec.holdings import chunks, stage_sizes
 from greylag.spec.job import Job
 from greylag.spec.kept import kept_bytes
@@ -40,15 +41,16 @@ def pipeline(job: Job, step: Step | None = None) -> Pipeline:
     over stages and micro-batches. Raises SpecError where `estimate` or the schedule does.
     """
     s, m = job.strategy, job.num_micro_batches
-    plan = graph(s.schedule, s.pp, s.vp, m)
     if job.cluster.is_local:
         assert step
         forward, backward = (np.full(s.num_stages, step.seconds[p] / m / s.vp) for p in ("forward", "backward"))
-        timeline = simulate(plan, forward, backward / 2, backward / 2)
+        times = (forward, backward / 2, backward / 2, 0.0)
     else:
         found = estimate(job)
         forward, dgrad, wgrad = (np.asarray(found.stages[p], float).reshape(-1) for p in PASSES)
-        timeline = simulate(plan, forward, dgrad, wgrad, float(found.transfer.item()))
+        times = (forward, dgrad, wgrad, float(found.transfer.item()))
+    plan = graph_of(placed(job, *times)) if is_placed(job) else graph(s.schedule, s.pp, s.vp, m)
+    timeline = simulate(plan, *times)
     if job.software.activations == "autograd":
         pools = predict_memory(job)
         rest = sum(size for pool, size in pools.items() if pool != "activations")

@@ -21,13 +21,14 @@ class Efficiency(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The same of the FP8 peak."""
     gemm_ramp: float = 256.0
     """Length of the contracted dim that a GEMM loses to filling and draining its pipeline."""
-    grouped: float = 0.85
-    """Speed of a grouped GEMM beside one GEMM of its rows."""
     attention: float = 0.55
-    """Of the BF16 peak, by the attention core forward, causal FLOPs."""
+    """Of the BF16 peak, by the attention core forward with heads of 128, causal FLOPs."""
     attention_backward: float = 0.45
     memory: float = 0.7
     """Of the memory bandwidth, by elementwise kernels."""
+    launch_us: float = 10.0
+    """Time that the host beside the device takes per kernel, without CUDA graphs: a layer is never faster than its
+    launches."""
     kernel_us: float = 4.0
     """Time that each kernel adds: its start, its tail, the gap behind it."""
     node: float = 0.75
@@ -56,7 +57,13 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     memory_gb_per_s: float | None = None
     num_sms: int | None = None
     """Streaming multiprocessors, over which the tiles of a GEMM are spread; None where tiles are not counted."""
+    flops_per_exponential: float | None = None
+    """BF16 FLOPs that the matrix units do while the special function units make one exponential: attention with narrow
+    heads has few FLOPs for each. None where it is not public."""
     efficiency: Efficiency = Efficiency()
+    spread: float | None = None
+    """Nine in ten of the kernels that its constants were calibrated with took within this share of what they say; None
+    where the constants come from whole runs."""
 
     @property
     def memory(self) -> float:

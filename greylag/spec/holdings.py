@@ -49,7 +49,7 @@ def group(every: Iterable[Part]) -> Weights:
         if part.is_buffer:
             continue
         size = float(part.size)
-        if part.role == "expert":
+        if part.is_experts:
             total = total.plus(Weights(experts=size))
         else:
             linear = size if part.is_gemm and len(part.shape) > 1 and part.tp is not None else 0.0

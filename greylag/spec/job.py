@@ -151,7 +151,7 @@ _FUSED = ("attention", "dropout", "loss", "weight_gradients", "gathered", "deter
 
 
 def _software(job: Job) -> Iterator[Finding]:
-    yield from positive("software.", job.software, ("launch_us", "exposed"))
+    yield from positive("software.", job.software, ("grouped", "exposed"))
     if job.software.activations == "autograd":
         yield from unused("software.", job.software, _FUSED, "on Greylag's own layers (activations = 'autograd')")
 
@@ -188,8 +188,6 @@ def _model(job: Job) -> Iterator[Finding]:
         yield error("model.qkv_bias", "has no effect beside bias, which puts one on every projection", "remove one")
     if model.window is None:
         yield from unused("model.", model, ("full_attention_every",), "without a window")
-    if model.moe and model.bias:
-        yield error("model.bias", "experts have no biases", "set bias = false")
     if model.moe:
         yield from _moe(model)
     if job.sequence > model.max_sequence:

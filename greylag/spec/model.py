@@ -82,7 +82,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     qk_norm: bool = False
     """RMSNorm over each query and key head (Qwen3). Unused by MLA, which norms its latents."""
     bias: bool = False
-    """Biases on every projection (GPT-3)."""
+    """Biases on every projection (GPT-3), of experts too (GPT-OSS)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections alone (Qwen2)."""
     tied_embeddings: bool = False

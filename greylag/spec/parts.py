@@ -40,6 +40,11 @@ class Part(NamedTuple):
         """Whether a recipe of `spec.precision` applies: the weight of a linear layer that may be FP8."""
         return self.role in ("attention", "ffn", "expert", "shared_expert")
 
+    @property
+    def is_experts(self) -> bool:
+        """Whether dim 0 counts routed experts, so that the expert axis cuts it."""
+        return ".experts." in self.name
+
 
 def parts(model: Model) -> list[Part]:
     """All weights and persistent buffers of a model, in the order of its modules."""
@@ -62,7 +67,7 @@ def num_active_parameters(model: Model) -> int:
     for part in parts(model):
         if part.is_buffer:
             continue
-        if part.role == "expert":
+        if part.is_experts:
             assert model.moe
             total += part.size // model.moe.num_experts * model.moe.top_k
         else:
@@ -162,5 +167,8 @@ def _moe(model: Model, layer: int) -> Iterator[Part]:
     else:
         yield Part(f"{at}.experts.w_up", (E, F, D), "expert", layer, 1)
     yield Part(f"{at}.experts.w_down", (E, D, F), "expert", layer, 2)
+    if model.bias:
+        yield Part(f"{at}.experts.bias_up", (E, (2 if model.activation == "swiglu" else 1) * F), "bias", layer, 1)
+        yield Part(f"{at}.experts.bias_down", (E, D), "bias", layer)
     if moe.num_shared_experts:
         yield from _mlp(model, f"{at}.shared", moe.shared_ffn_hidden_size, "shared_expert", layer)

@@ -19,13 +19,13 @@ def units(model: Model) -> list[list[Part]]:
 def held(part: Part, strategy: Strategy) -> float:
     """Elements of a weight that a rank works with: its tensor-parallel slice, its experts; of an average stage."""
     cut = strategy.tp if part.tp is not None else 1
-    return part.size / cut / (strategy.ep if part.role == "expert" else 1) / strategy.pp
+    return part.size / cut / (strategy.ep if part.is_experts else 1) / strategy.pp
 
 
 def shards_of(part: Part, strategy: Strategy) -> int:
     """Over how many ranks the state of a weight is sharded: those that hold the same elements, inside a replica."""
     s = strategy
-    return max(1, s.shards * s.cp * s.tp // s.ep) if part.role == "expert" and s.ep > 1 else s.shards * s.cp
+    return max(1, s.shards * s.cp * s.tp // s.ep) if part.is_experts and s.ep > 1 else s.shards * s.cp
 
 
 def unit_bytes(unit: list[Part], strategy: Strategy, width: Callable[[Part], float] | None = None) -> dict[int, float]:

@@ -63,16 +63,14 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How tokens travel to experts: once for each choice, by a collective between two reorderings (NCCL's all-to-all),
     or once to each node that has any of the chosen, whose ranks hand them on, by kernels that reorder as they send
     (DeepEP, arXiv 2412.19437, section 3.2.2; HybridEP)."""
-    launch_us: float = 10.0
-    """Host time per kernel, without graphs: a layer is never faster than its launches."""
+    placed: bool = False
+    """Whether weight gradients of `zb-h2` stand where ranks would else wait, by the times of profiled passes (ZB-2p,
+    arXiv 2401.10241, section 3), and not by rule."""
+    grouped: float = 0.85
+    """Speed of its grouped GEMMs beside one GEMM of their rows."""
     speed: float = 1.0
     """Speed of this generation's kernels, beside that of the device's `Efficiency`."""
     exposed: float = 0.2
     """Share of the communication meant to be overlapped that still shows."""
     evidence: tuple[Evidence, ...] = ()
     """What is known of how far predictions can be trusted; empty where no run was at hand."""
-
-    @property
-    def launch(self) -> float:
-        """Seconds of host time per kernel."""
-        return 0.0 if self.graphs else self.launch_us * 1e-6

@@ -50,7 +50,11 @@ def layer_gemms(model: Model, layer: int, tokens: int, tp: int = 1, ep: int = 1,
 
     Experts that fewer tp ranks cut see the tokens of the others no more, but as many of their own.
     """
-    return [_gemm(model, part, tokens, tp, ep, etp) for part in layer_parts(model, layer) if len(part.shape) > 1]
+    return [_gemm(model, part, tokens, tp, ep, etp) for part in layer_parts(model, layer) if _multiplies(part)]
+
+
+def _multiplies(part: Part) -> bool:
+    return len(part.shape) > 1 and part.role != "bias"
 
 
 def _gemm(model: Model, part: Part, tokens: int, tp: int, ep: int, etp: int | None) -> Gemm:

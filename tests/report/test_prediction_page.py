@@ -119,7 +119,7 @@ def test_constants_carry_the_source_of_their_preset_or_are_the_job_files() -> No
     assert "arXiv 2505.09343" in groups["NVIDIA H800"].source
     assert "ConnectX-7" in groups["Link between nodes"].source
     assert "arXiv 2412.19437" in groups["Framework: hai-llm"].source
-    changed = {g.title: g for g in assumptions(job_of("cluster.network.gb_per_s=25", "software.launch_us=9"))}
+    changed = {g.title: g for g in assumptions(job_of("cluster.network.gb_per_s=25", "software.grouped=0.9"))}
     assert changed["Link between nodes"].source == OWN
     assert changed["Framework: hai-llm (changed)"].source == OWN
     assert "arXiv 2505.09343" in changed["Link inside a node"].source

@@ -7,9 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from greylag.sim.estimate import estimate
 from greylag.sim.fill import ROOM, fill
+from greylag.sim.pipeline import pipeline
 from greylag.sim.timeline import graph, graph_of, simulate
 from greylag.spec import SpecError
+from greylag.spec.load import job_from
 from greylag.spec.schedule import CHUNKS, Order, order
 from greylag.spec.strategy import Schedule
 
@@ -65,3 +68,23 @@ def test_all_work_is_done_in_no_more_room_and_no_slower(
 def test_a_schedule_without_weight_gradients_is_refused() -> None:
     with pytest.raises(SpecError, match="'1f1b' has no weight gradients to place"):
         fill("1f1b", 4, 1, 8, 1, 1, 1)
+
+
+def test_a_framework_that_places_them_is_predicted_and_drawn_so() -> None:
+    model = {"preset": "gpt-3-tiny", "num_layers": 24, "hidden_size": 2304, "num_heads": 24, "ffn_hidden_size": 9216}
+    table = {"model": {**model, "max_sequence": 1024}, "precision": "bf16", "cluster": "a100-8x1", "sequence": 1024}
+
+    def job(schedule: str, placed: bool):
+        strategy = {"pp": 8, "micro_batch": 6, "schedule": schedule, "overlap": ["pp"]}
+        software = {"preset": "zero-bubble", "placed": placed}
+        return job_from({**table, "global_batch": 144, "software": software, "strategy": strategy}, "1.5B")
+
+    def seconds(schedule: str, placed: bool) -> float:
+        return float(np.sum(estimate(job(schedule, placed)).seconds))
+
+    assert seconds("zb-h2", True) < 0.99 * seconds("zb-h2", False)
+    assert seconds("zb-h1", True) == seconds("zb-h1", False)
+    drawn, found = pipeline(job("zb-h2", True)).timeline, estimate(job("zb-h2", True))
+    passes = sum(float(np.sum(found.phases[phase])) for phase in ("forward", "backward", "other"))
+    assert drawn.period == pytest.approx(passes, rel=0.02)
+    assert drawn.actions != pipeline(job("zb-h2", False)).timeline.actions

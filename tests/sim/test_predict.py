@@ -71,6 +71,17 @@ def test_what_our_trainer_does_not_know_is_refused_where_it_flies(strategy: dict
     assert predict(job(strategy={"tp": 2, **strategy}, software="megatron-core-2025")).total_seconds > 0
 
 
+def test_biases_of_experts_are_the_trainers_of_others() -> None:
+    biased = {"model": {"preset": "mixtral-8x7b", "bias": True}, "strategy": {"tp": 2, "ep": 8}}
+    with pytest.raises(SpecError, match=r"model\.bias: .* trainer does not know it yet"):
+        predict(job(**biased))
+    plain = {**biased, "model": "mixtral-8x7b"}
+    with_biases, without = (predict(job(**table, software="megatron-core-2025")) for table in (biased, plain))
+    assert with_biases.causes["elementwise"] > 1.2 * without.causes["elementwise"]
+    assert with_biases.causes["gemm"] == without.causes["gemm"]
+    assert with_biases.bytes["parameters"] > without.bytes["parameters"]
+
+
 def test_gathers_show_in_forward_and_scatters_in_backward() -> None:
     hidden, shown = (
         predict(job(software="megatron-bridge-26.06", strategy={"tp": 2, "overlap": overlap})).seconds

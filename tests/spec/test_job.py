@@ -68,7 +68,7 @@ PROBLEMS: list[tuple[dict[str, Any], str]] = [
     ({"model": {"norm_eps": float("inf")}}, "model.norm_eps"),
     ({"model": {"num_kv_heads": 4}}, "model.mla"),
     ({"model": {"position": "learned"}}, "model.position"),
-    ({"model": {"bias": True}}, "model.bias"),
+    ({"model": {"bias": True}}, "model.mla"),
     ({"model": {"moe": {"num_shared_experts": 0, "shared_width": 64}}}, "model.moe.shared_width"),
     ({"strategy": {"sequence_parallel": False}}, "strategy.sequence_parallel"),
     ({"software": {"preset": "greylag", "attention": "unfused"}}, "software.attention"),
