@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from greylag.numerics import Quantizer
+from greylag.parallel.waits import NotedGather, NotedScatter
 from greylag.parallel.wire import Agreement, local, mark
 from greylag.parallel.world import World
 
@@ -45,8 +46,13 @@ def shard(
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy, ignored_params=cut)
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=cut)
+    if world.device.type == "cpu":  # on a device they run on streams of their own
+        for module in (*layers, model):
+            assert isinstance(module, FSDPModule)
+            module.set_custom_all_gather(NotedGather(world.waits))  # type: ignore[arg-type]  # by shape
+            module.set_custom_reduce_scatter(NotedScatter(world.waits))  # type: ignore[arg-type]
     if names:
-        Agreement(model, names, mesh.get_group())
+        Agreement(model, names, mesh.get_group(), world.waits)
 
 
 def set_micro_batch(model: nn.Module, zero: int, is_last: bool) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from greylag.parallel.payload import Form, pack, pack_marks, unpack, unpack_marks
+from greylag.parallel.waits import Waits
 from greylag.parallel.world import World
 from greylag.spec.parts import Part
 
@@ -49,7 +50,7 @@ class AllToAll:
 
     def __init__(self, world: World, num_experts: int, form: Form) -> None:
         assert world.grid.ep == world.grid.replica_world, "an expert group is the default process group"
-        self.ranks, self.form = world.grid.ep, form
+        self.ranks, self.form, self.waits = world.grid.ep, form, world.waits
         self.num_experts = num_experts // self.ranks
         """Of this rank."""
 
@@ -60,7 +61,7 @@ class AllToAll:
 
     def visit(self, x_TD: Tensor, chosen_TA: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """What the chosen experts make of each token: (T, A, D). All ranks call this together."""
-        route = plan(chosen_TA, self.ranks, self.num_experts)
+        route = plan(chosen_TA, self.ranks, self.num_experts, self.waits)
         x_RD, marks_RN = _Dispatch.apply(x_TD, route, self)
         row_C, expert_C = marks_RN.nonzero().unbind(1)
         y_TAD: Tensor = _Combine.apply(compute(x_RD, row_C, expert_C), route, self)
@@ -90,7 +91,7 @@ class Route:
     choices_in: list[int]
 
 
-def plan(chosen_TA: Tensor, ranks: int, num_experts: int) -> Route:
+def plan(chosen_TA: Tensor, ranks: int, num_experts: int, waits: Waits) -> Route:
     """The route of tokens to the experts that they chose, `num_experts` on each rank; ranks tell each other how many.
 
     A token chooses no expert twice.
@@ -105,15 +106,18 @@ def plan(chosen_TA: Tensor, ranks: int, num_experts: int) -> Route:
     rows, choices = (torch.bincount(k // (T * n), minlength=ranks) for k, n in ((pair_S, 1), (key_K, num_experts)))
     out = torch.stack((rows, choices), dim=1)
     in_ = torch.empty_like(out)
-    dist.all_to_all_single(in_, out)
+    with waits.noted():
+        dist.all_to_all_single(in_, out)
     (rows_out, choices_out), (rows_in, choices_in) = torch.stack((out.t(), in_.t())).tolist()
     return Route(chosen_TA.shape, pair_S % T, marks_SN, choice_K, rows_out, rows_in, choices_out, choices_in)
 
 
-def swap(x: Tensor, out: list[int], in_: list[int]) -> Tensor:
+def swap(x: Tensor, out: list[int], in_: list[int], waits: Waits) -> Tensor:
     """Send the first `out[0]` rows to rank 0, the next `out[1]` to rank 1 ...; what they sent, in the ranks' order."""
     received = x.new_empty(sum(in_), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), in_, out)
+    x = x.contiguous()
+    with waits.noted():
+        dist.all_to_all_single(received, x, in_, out)
     return received
 
 
@@ -131,9 +135,9 @@ class _Own(torch.autograd.Function):
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, route: Route, exchange: AllToAll) -> tuple[Tensor, Tensor]:
-        ctx.route, ctx.shape = route, x_TD.shape
+        ctx.route, ctx.shape, ctx.waits = route, x_TD.shape, exchange.waits
         out = torch.cat((pack(x_TD, exchange.form)[route.tokens], pack_marks(route.marks)), dim=1)
-        came = swap(out, route.rows_out, route.rows_in)
+        came = swap(out, route.rows_out, route.rows_in, exchange.waits)
         edge = came.shape[1] - pack_marks(route.marks[:0]).shape[1]
         marks_RN = unpack_marks(came[:, edge:], exchange.num_experts)
         ctx.mark_non_differentiable(marks_RN)
@@ -141,20 +145,20 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        g_SD = swap(grads[0], ctx.route.rows_in, ctx.route.rows_out)
+        g_SD = swap(grads[0], ctx.route.rows_in, ctx.route.rows_out, ctx.waits)
         return g_SD.new_zeros(ctx.shape).index_add_(0, ctx.route.tokens, g_SD), None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_CD: Tensor, route: Route, exchange: AllToAll) -> Tensor:
-        ctx.route, ctx.form = route, exchange.form
-        y_KD = swap(y_CD, route.choices_in, route.choices_out)
+        ctx.route, ctx.form, ctx.waits = route, exchange.form, exchange.waits
+        y_KD = swap(y_CD, route.choices_in, route.choices_out, exchange.waits)
         y = torch.empty_like(y_KD).index_copy_(0, route.choices, y_KD)
         return y.view(*route.shape, y.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         g_KD = grads[0].flatten(0, 1)[ctx.route.choices]
-        came = swap(pack(g_KD, ctx.form), ctx.route.choices_out, ctx.route.choices_in)
+        came = swap(pack(g_KD, ctx.form), ctx.route.choices_out, ctx.route.choices_in, ctx.waits)
         return unpack(came, g_KD.shape[1], ctx.form, g_KD.dtype), None, None

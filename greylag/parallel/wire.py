@@ -28,6 +28,7 @@ from greylag.numerics.formats import FORMATS
 from greylag.numerics.quantize import tile_amax, tile_of, tiled
 from greylag.numerics.scaling import scale_inv_from_amax
 from greylag.numerics.weight import QuantizedWeight, quantize_to
+from greylag.parallel.waits import Waits
 from greylag.spec.precision import BLOCK
 
 _aten = torch.ops.aten
@@ -231,9 +232,9 @@ def mark(model: nn.Module, quantizers: Mapping[str, Quantizer]) -> list[str]:
 class Agreement:
     """Before the whole model's forward, if it gathers: the ranks agree on the scales of what travels as codes."""
 
-    def __init__(self, model: nn.Module, names: list[str], group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, names: list[str], group: dist.ProcessGroup, waits: Waits) -> None:
         """After FSDP2 has sharded the model over `group`. Registers itself."""
-        self.model, self.names, self.group = model, names, group
+        self.model, self.names, self.group, self.waits = model, names, group, waits
         self.shards: list[tuple[Tensor, WireForm]] = []
         for weight in map(model.get_parameter, names):
             assert isinstance(weight, DTensor)
@@ -253,6 +254,7 @@ class Agreement:
                 form.measure(local(p), first_row(p))
             forms = [form for _, form in self.shards]
             amax = torch.cat([form.amax.flatten() for form in forms])
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+            with self.waits.noted():
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
             for form, part in zip(forms, amax.split([form.amax.numel() for form in forms]), strict=True):
                 form.agree(part.view_as(form.amax))

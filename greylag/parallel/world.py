@@ -6,7 +6,7 @@ DTensors and meshes of the others stay as they are. Ranks meet through a store t
 """
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from greylag.parallel.waits import Waits
 from greylag.spec.grid import Grid
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "musa": "mccl"}
 TIMEOUT = datetime.timedelta(minutes=10)
 
 
@@ -31,6 +32,8 @@ class World:
     across: dist.ProcessGroup | None
     saver: dist.ProcessGroup
     """A group of its own for checkpoints, whose collectives run in a thread."""
+    waits: Waits = field(default_factory=Waits)
+    """What this rank has spent in collectives of a step so far."""
 
     @property
     def replica(self) -> int:
@@ -48,10 +51,11 @@ class World:
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce `x` in place over every rank of the job: inside the replica, then across replicas."""
-        if self.grid.replica_world > 1:
-            dist.all_reduce(x, op)
-        if self.across is not None:
-            dist.all_reduce(x, op, group=self.across)
+        with self.waits.noted():
+            if self.grid.replica_world > 1:
+                dist.all_reduce(x, op)
+            if self.across is not None:
+                dist.all_reduce(x, op, group=self.across)
         return x
 
 

@@ -1,41 +1,45 @@
 """Compare: a run's measured seconds and bytes beside the predicted ones, the largest excess, and what would explain it.
 
-A run folder has the steps of rank 0. Whoever writes those of others as `steps_rank_N.jsonl`, in the same layout, lets a
-slow rank be told from a slow link. The rules behind the explanations are `explain`'s.
+A run folder has the steps of rank 0, and in `ranks.jsonl` the seconds of every rank, which let a slow rank be told from
+a slow link. The rules behind the explanations are `explain`'s.
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from greylag.report.explain import NOTABLE, Case, explain
-from greylag.report.record import PREDICTED, RunRecord, read_lines, read_record, sound_job
+from greylag.report.case import NOTABLE, Case
+from greylag.report.explain import explain
+from greylag.report.ranks import RankTimes, read_ranks
+from greylag.report.record import PREDICTED, RunRecord, read_record, sound_job
 from greylag.report.show import table_of
 from greylag.report.summary import Comparison, Summary, summarize
-from greylag.spec.error import SpecError
 from greylag.spec.finding import Finding
 from greylag.spec.job import Job
 from greylag.spec.quantity import count, difference, memory, percent, seconds
 from greylag.spec.step import PHASES, Step
 
-OTHERS = "steps_rank_*.jsonl"
 SHOWN_RANKS = 8
 """Ranks that are listed, those with the most excess."""
 
 
 @dataclass(frozen=True)
 class Excess:
-    """What takes longer than predicted."""
+    """What takes longer than predicted, on a rank."""
 
     phase: str
     rank: int
     seconds: float
+    """Without what the rank waits for others."""
+    apart: float
+    """Seconds of it that a rank in the middle has not."""
+    stands_out: bool
+    """Whether that is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,9 @@ class Laid:
     job: Job
     summary: Summary
     """Of rank 0: medians over the steps behind the warm-up."""
-    ranks: list[tuple[int, float, Excess]]
-    """(rank, seconds of its mean step, its largest excess), of all that were measured, the largest first."""
+    ranks: RankTimes
+    excesses: list[Excess]
+    """The largest of each rank, the largest first."""
     findings: list[Finding]
     interval: tuple[float, float] | None = None
     """Where nine in ten measured steps would lie."""
@@ -54,7 +59,7 @@ class Laid:
     @property
     def largest(self) -> Excess | None:
         """The largest excess by phase and rank; None where nothing takes longer."""
-        top = self.ranks[0][2]
+        top = self.excesses[0]
         return top if top.seconds > 0 else None
 
 
@@ -70,38 +75,18 @@ def compare_run(folder: Path, predict: Callable[[Job], Step], fresh: bool = Fals
     print_comparison(lay(record, predicted, read_ranks(folder, record)), source)
 
 
-def read_ranks(folder: Path, record: RunRecord) -> dict[int, Sequence[Step]]:
-    """The measured steps of every rank that a folder has, rank 0's from `steps.jsonl`.
-
-    Raises SpecError if a file of a rank is something else, or of a rank that the job does not have.
-    """
-    ranks: dict[int, Sequence[Step]] = {0: record.steps}
-    for path in sorted(folder.glob(OTHERS)):
-        name = re.fullmatch(r"steps_rank_(\d+)\.jsonl", path.name)
-        if not name or not int(name[1]) < record.job.strategy.world:
-            raise SpecError(f"{path}: the job has ranks 0 to {record.job.strategy.world - 1}; rename or remove it")
-        steps = {s.number: s for s in read_lines(path, Step)[0] if s.source == "measured"}
-        if steps and int(name[1]):
-            ranks[int(name[1])] = [steps[number] for number in sorted(steps)]
-    return ranks
-
-
-def lay(record: RunRecord, predicted: Step, ranks: Mapping[int, Sequence[Step]]) -> Laid:
+def lay(record: RunRecord, predicted: Step, ranks: RankTimes) -> Laid:
     """Lay a run beside a prediction. A pure function."""
-    case = Case(record.job, predicted, ranks)
-    rows = [(rank, fmean(s.total_seconds for s in case.ranks[rank]), _largest(case, rank)) for rank in ranks]
-    return Laid(
-        record.job,
-        summarize(replace(record, predicted=predicted)),
-        sorted(rows, key=lambda row: -row[2].seconds),
-        explain(case),
-        predicted.interval,
-    )
-
-
-def _largest(case: Case, rank: int) -> Excess:
-    phase = max(PHASES, key=lambda p: case.excess(p, rank))
-    return Excess(phase, rank, case.excess(phase, rank))
+    case = Case(record.job, predicted, record.steps, ranks)
+    phases = [PHASES[p] for p in case.excesses.argmax(axis=1)]
+    most = case.excesses.max(axis=1).tolist()
+    excesses = [
+        Excess(phase, rank, most[rank], case.apart(phase, rank), case.stands_out(phase, rank))
+        for rank, phase in enumerate(phases)
+    ]
+    excesses.sort(key=lambda excess: -excess.seconds)
+    summary = summarize(replace(record, predicted=predicted))
+    return Laid(record.job, summary, ranks, excesses, explain(case), predicted.interval)
 
 
 def print_comparison(laid: Laid, source: str, console: Console | None = None) -> None:
@@ -110,9 +95,10 @@ def print_comparison(laid: Laid, source: str, console: Console | None = None) ->
     console.print(f"[bold]{escape(laid.job.name)}[/]: measured beside predicted ({escape(source)})", highlight=False)
     console.print(_times(summary))
     left_out = f", the first {summary.warm_up} left out as warm-up" if summary.warm_up else ""
-    ranks = "rank 0, the only one measured here" if len(laid.ranks) == 1 else f"rank 0, of {len(laid.ranks)} measured"
+    measured = laid.ranks.num_ranks
+    ranks = "rank 0, the only one measured here" if measured == 1 else f"rank 0, of {count(measured)} measured"
     console.print(f"Medians over {count(len(summary.steady))} steps{left_out}. Of {ranks}.", highlight=False)
-    if len(laid.ranks) > 1:
+    if measured > 1:
         console.print(_ranks(laid))
     if summary.memory.measured is not None or summary.wire.measured:
         console.print(_memory(summary))
@@ -130,15 +116,22 @@ def verdict(laid: Laid) -> list[str]:
     if top is None:
         return [*lines, "No phase takes longer than predicted."]
     share = top.seconds / step.predicted if step.predicted else 0.0
+    on = f" on rank {top.rank}" if laid.ranks.num_ranks == 1 or top.stands_out else ""
     lines += [
-        f"Largest excess: {top.phase} on rank {top.rank}, {seconds(top.seconds)} more than predicted "
-        f"({percent(share)} of the predicted step)."
+        f"Largest excess: {top.phase}{on}, {seconds(top.seconds)} more than predicted "
+        f"({percent(share)} of the predicted step){_against_others(laid, top)}."
     ]
     if laid.findings:
         return [*lines, "What would explain the run:", *(f"- {finding}" for finding in laid.findings)]
     if share <= NOTABLE:
         return [*lines, f"That is within {percent(NOTABLE)} of the step: nothing to explain."]
     return [*lines, "No rule explains it: these figures do not tell one cause from another."]
+
+
+def _against_others(laid: Laid, top: Excess) -> str:
+    if laid.ranks.num_ranks == 1:
+        return ""
+    return f", {seconds(top.apart)} more than on others" if top.stands_out else ", on no rank much more than on others"
 
 
 def _times(summary: Summary) -> Table:
@@ -163,11 +156,14 @@ def _more(row: Comparison) -> str:
 
 
 def _ranks(laid: Laid) -> Table:
-    table = table_of("rank", "mean step", "largest excess", "of")
-    for rank, time, excess in laid.ranks[:SHOWN_RANKS]:
-        table.add_row(str(rank), seconds(time), seconds(max(0.0, excess.seconds)), excess.phase)
-    if len(laid.ranks) > SHOWN_RANKS:
-        table.add_row(f"{len(laid.ranks) - SHOWN_RANKS} more", "", "", "")
+    table = table_of("rank", "mean step", "waits for others", "largest excess", "of")
+    step = laid.ranks.seconds.sum(axis=2).mean(axis=0)
+    idle = np.median(laid.ranks.idle.sum(axis=2), axis=0)
+    for excess in laid.excesses[:SHOWN_RANKS]:
+        row = (step[excess.rank], idle[excess.rank], max(0.0, excess.seconds))
+        table.add_row(str(excess.rank), *map(seconds, row), excess.phase)
+    if len(laid.excesses) > SHOWN_RANKS:
+        table.add_row(f"{len(laid.excesses) - SHOWN_RANKS} more", "", "", "", "")
     return table
 
 

@@ -2,176 +2,42 @@
 
 Each rule is a pure function of a `Case` that looks for one cause, and yields nothing where the figures do not show it.
 What speaks for a cause is its evidence. Seconds of rank 0 are always there; those of other ranks let a slow rank be
-told from a slow link, which look alike from one rank alone.
+told from a slow link, which look alike from one rank alone. What is uneven between ranks is `uneven`'s; the rules here
+look at a rank in the middle, which one slow rank leaves as it is.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
 from statistics import median, quantiles
 
-from greylag.report.summary import steady
+from greylag.report.case import ALIKE, NOTABLE, Case
+from greylag.report.ranks import COMPUTE
+from greylag.report.uneven import uneven
 from greylag.spec.finding import Finding
-from greylag.spec.grid import Grid
-from greylag.spec.job import Job
 from greylag.spec.quantity import difference, digits, memory, percent, seconds
-from greylag.spec.step import PHASES, Step
 
-NOTABLE = 0.05
-"""Share of the predicted step from which an excess is looked into. Steps of one run differ by a few percent."""
-SLOW = 1.1
-"""A rank is slow from so many times the median of all: MegaScale's stragglers took about a tenth longer for the same
-work (arXiv 2402.15627, section 5.1)."""
 COMMUNICATES = 0.1
 """Share of the predicted step from which communication inside forward and backward can be told."""
 OUTLIER = 1.5
 """A step stands out from so many times the median."""
-ALIKE = 0.15
-"""Two ratios are alike if they differ by less."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """What the rules look at."""
-
-    job: Job
-    predicted: Step
-    every: Mapping[int, Sequence[Step]]
-    """All measured steps, ascending, of rank 0 and of every other rank that wrote its own."""
-
-    @cached_property
-    def ranks(self) -> dict[int, Sequence[Step]]:
-        """The steps behind the warm-up."""
-        return {rank: steady(steps) for rank, steps in self.every.items()}
-
-    @property
-    def steps(self) -> Sequence[Step]:
-        """Of rank 0."""
-        return self.ranks[0]
-
-    @cached_property
-    def measured(self) -> dict[int, dict[str, float]]:
-        """Median seconds by rank and phase."""
-        return {
-            rank: {phase: median(s.seconds.get(phase, 0.0) for s in steps) for phase in PHASES}
-            for rank, steps in self.ranks.items()
-        }
-
-    def excess(self, phase: str, rank: int = 0) -> float:
-        """Seconds that a phase takes longer than predicted."""
-        return self.measured[rank][phase] - self.predicted.seconds.get(phase, 0.0)
-
-    def ratio(self, phase: str) -> float:
-        """Measured over predicted, of rank 0; 1 for a phase that is not predicted."""
-        predicted = self.predicted.seconds.get(phase, 0.0)
-        return self.measured[0][phase] / predicted if predicted else 1.0
-
-    def is_notable(self, excess: float) -> bool:
-        """Whether an excess is worth a word."""
-        return excess > NOTABLE * self.predicted.total_seconds
-
-    def compute(self, rank: int) -> float:
-        """Seconds of a rank's forward and backward."""
-        return self.measured[rank]["forward"] + self.measured[rank]["backward"]
-
-    @cached_property
-    def together(self) -> list[dict[int, float]]:
-        """Seconds of forward and backward by rank, of each step that all ranks have."""
-        by_step: dict[int, dict[int, float]] = {}
-        for rank, steps in self.ranks.items():
-            for s in steps:
-                time = s.seconds.get("forward", 0.0) + s.seconds.get("backward", 0.0)
-                by_step.setdefault(s.number, {})[rank] = time
-        return [times for times in by_step.values() if len(times) == len(self.ranks)]
-
-    @cached_property
-    def slowest(self) -> Counter[int]:
-        """How often each rank's compute was the longest of a step."""
-        return Counter(max(times, key=times.__getitem__) for times in self.together)
-
-    def spoken(self, *phases: str) -> str:
-        """The phases' seconds as evidence."""
-        return ", ".join(
-            f"{p} {seconds(self.measured[0][p])}, {seconds(self.predicted.seconds.get(p, 0.0))} predicted"
-            for p in phases
-        )
+SLOWER = 1.1
+"""A run has grown slower from so many times its first quarter's steps."""
 
 
 def explain(case: Case) -> list[Finding]:
     """What would explain that the measured steps are not as predicted, the likeliest first; empty if they are."""
-    if not case.predicted.total_seconds or not all(case.every.values()):
+    if not case.predicted.total_seconds or not case.every:
         return []
-    inside = [f for rule in (_slow_rank, _uneven_ranks, _recompute, _inner_link, _launches) for f in rule(case)]
-    inside = inside or list(_everywhere(case))
+    inside = [f for rule in (_recompute, _inner_link, _launches) for f in rule(case)] or list(_everywhere(case))
+    inside = [*uneven(case), *inside]
     around = [f for rule in (_link, _host, _input) for f in rule(case)]
-    if max(map(case.excess, ("reduce", "other", "data"))) > case.excess("forward") + case.excess("backward"):
+    if max(case.worst(phase)[1] for phase in ("reduce", "other", "data")) > case.excesses[:, COMPUTE].sum(axis=1).max():
         inside, around = around, inside
     return [*inside, *around, *(f for rule in (_now_and_then, _drift, _memory) for f in rule(case))]
 
 
-def _slow_rank(case: Case) -> Iterator[Finding]:
-    """The same ranks need longer for their compute in most steps: a device, a host or a stage with more to do."""
-    if len(case.ranks) < 2:
-        return
-    grid, usual = Grid.of(case.job.strategy), median(case.compute(rank) for rank in case.ranks)
-    slow = {rank for rank in case.ranks if case.compute(rank) > SLOW * usual}
-    by_stage: dict[int, list[int]] = {}
-    for rank in case.ranks:
-        by_stage.setdefault(grid.coordinates(rank)["pp"], []).append(rank)
-    for stage, mine in by_stage.items():
-        if len(by_stage) > 1 and slow.issuperset(mine):
-            slow -= set(mine)
-            longer = median(case.compute(rank) for rank in mine) / usual - 1
-            yield Finding(
-                level="warning",
-                what=f"imbalance: all measured ranks of pipeline stage {stage} compute longer than the others",
-                where="strategy.stage_layers",
-                evidence=f"forward and backward {difference(longer)} against the median of the ranks",
-                advice="give that stage fewer layers",
-                rank=mine[0],
-            )
-    for rank in sorted(slow, key=case.compute, reverse=True):
-        share = case.slowest[rank] / max(1, case.slowest.total())
-        if share < 0.5:
-            continue
-        waiting = max((case.excess("reduce", other) for other in case.ranks if other != rank), default=0.0)
-        others = f"; other ranks wait up to {seconds(waiting)} in reduce" if case.is_notable(waiting) else ""
-        yield Finding(
-            level="warning",
-            what=f"a slow rank: rank {rank} computes {difference(case.compute(rank) / usual - 1)} against the median",
-            where="forward, backward",
-            evidence=f"{seconds(case.compute(rank))} against {seconds(usual)}, slowest in "
-            f"{percent(share)} of the steps{others}",
-            advice="look at the device's clocks, temperature and errors, and at what else its host runs; or replace it",
-            rank=rank,
-        )
-
-
-def _uneven_ranks(case: Case) -> Iterator[Finding]:
-    """In each step some rank is slow, but never the same: the work is uneven, not the machine."""
-    if len(case.ranks) < 2:
-        return
-    usual = [(max(times.values()), median(times.values())) for times in case.together]
-    gaps, slowest = [most / middle if middle else 1.0 for most, middle in usual], case.slowest
-    if not slowest or median(gaps) < SLOW or max(slowest.values()) > 0.5 * slowest.total():
-        return
-    cause = "experts get unequal loads" if case.job.model.moe else "sequences cost unequal work, or hosts are shared"
-    yield Finding(
-        level="warning",
-        what=f"imbalance: the slowest rank changes from step to step, as where {cause}",
-        where="model.moe" if case.job.model.moe else "forward, backward",
-        evidence=f"slowest rank against the median of a step {difference(median(gaps) - 1)}; "
-        f"{len(slowest)} of {len(case.ranks)} ranks were the slowest once",
-        advice="look at the routers' loads, and at the balancing bias or loss"
-        if case.job.model.moe
-        else "pack sequences to equal work",
-    )
-
-
 def _recompute(case: Case) -> Iterator[Finding]:
     """Backward is off by about one forward, and forward itself is not."""
-    forward, excess = case.measured[0]["forward"], case.excess("backward")
+    forward, excess = case.measured("forward"), case.excess("backward")
     if not forward or abs(case.ratio("forward") - 1) > ALIKE or abs(abs(excess) / forward - 1) > 2 * ALIKE:
         return
     says = case.job.strategy.recompute
@@ -190,10 +56,8 @@ def _recompute(case: Case) -> Iterator[Finding]:
 
 
 def _link(case: Case) -> Iterator[Finding]:
-    """Averaging takes longer: because more is sent, or because the same is sent more slowly; but a rank that computes
-    longer makes the others wait just there."""
-    waited = max(case.compute(rank) for rank in case.ranks) - case.compute(0)
-    if case.is_notable(case.excess("reduce") - waited):
+    """Averaging takes longer: because more is sent, or because the same is sent more slowly."""
+    if case.is_notable(case.excess("reduce")):
         yield _communication(case, "reduce", case.excess("reduce"), case.spoken("reduce"))
 
 
@@ -221,26 +85,28 @@ def _communication(case: Case, what: str, excess: float, evidence: str) -> Findi
             evidence=f"{memory(sent)} a step, {memory(planned)} predicted; {evidence}",
             advice="`greylag audit RUN` names the messages that differ",
         )
-    alone = len(case.ranks) == 1
+    alone = case.ranks.num_ranks == 1
     return Finding(
         level="warning",
         what=f"a slow link{', or a rank that others wait for' * alone}: {what} takes {seconds(excess)} longer",
         where="cluster.network" if case.job.cluster.num_nodes > 1 else "cluster.node",
         evidence=evidence + (f"; {memory(sent)} a step sent, no more than predicted" if sent and planned else ""),
-        advice="measure the links between these ranks alone" + ("; write the steps of every rank to tell" * alone),
+        advice="measure the links between these ranks alone" + ("; `ranks.jsonl` would tell" * alone),
     )
 
 
 def _host(case: Case) -> Iterator[Finding]:
     """The loop itself takes long."""
-    if case.is_notable(case.excess("other")):
+    rank, excess = case.worst("other")
+    if case.is_notable(excess):
         pipelined = case.job.strategy.pp > 1
         yield Finding(
             level="warning",
-            what=f"host overhead: {seconds(case.excess('other'))} a step outside of every phase"
+            what=f"host overhead: {seconds(excess)} a step outside of every phase"
+            + _on(case, "other", rank)
             + (", or stages that wait for each other" * pipelined),
             where="other",
-            evidence=case.spoken("other"),
+            evidence=case.spoken("other", rank=rank),
             advice="look at what the loop does between steps: logging, hooks, synchronizing, garbage collection",
         )
 
@@ -253,7 +119,7 @@ def _launches(case: Case) -> Iterator[Finding]:
         yield Finding(
             level="warning",
             what="host overhead: forward is slower than backward by more than compute would make it",
-            where="software.launch_us",
+            where="cluster.device.efficiency.launch_us",
             evidence=f"forward {difference(forward - 1)}, backward {difference(backward - 1)} against the prediction",
             advice="capture CUDA graphs, raise the micro-batch, or free the host's cores",
         )
@@ -261,14 +127,20 @@ def _launches(case: Case) -> Iterator[Finding]:
 
 def _input(case: Case) -> Iterator[Finding]:
     """Steps wait for data."""
-    if case.is_notable(case.excess("data")):
+    rank, excess = case.worst("data")
+    if case.is_notable(excess):
         yield Finding(
             level="warning",
-            what=f"host overhead: a step waits {seconds(case.measured[0]['data'])} for data",
+            what=f"host overhead: a step waits {seconds(excess)} longer for data" + _on(case, "data", rank),
             where="data",
-            evidence=case.spoken("data"),
+            evidence=case.spoken("data", rank=rank),
             advice="read ahead, use more workers, or move the data nearer",
         )
+
+
+def _on(case: Case, phase: str, rank: int) -> str:
+    """Names the rank, if a phase is longer there than elsewhere."""
+    return f" on rank {rank}" if case.stands_out(phase, rank) else ""
 
 
 def _now_and_then(case: Case) -> Iterator[Finding]:
@@ -301,7 +173,7 @@ def _drift(case: Case) -> Iterator[Finding]:
     if quarter < 5:
         return
     first, last = (median(s.total_seconds for s in part) for part in (case.steps[:quarter], case.steps[-quarter:]))
-    if last > SLOW * first:
+    if last > SLOWER * first:
         yield Finding(
             level="warning",
             what="the run grows slower as it goes on",
@@ -313,7 +185,7 @@ def _drift(case: Case) -> Iterator[Finding]:
 
 def _memory(case: Case) -> Iterator[Finding]:
     """More memory than predicted, or so much that the allocator must free and ask again."""
-    fullest = max((s.total_bytes for s in case.every[0] if s.bytes), default=0.0)
+    fullest = max((s.total_bytes for s in case.every if s.bytes), default=0.0)
     planned, device = case.predicted.total_bytes, case.job.cluster.device.memory
     times = [s.total_seconds for s in case.steps]
     jitter = quantiles(times, n=10)[-1] / median(times) if len(times) >= 10 and median(times) else 1.0

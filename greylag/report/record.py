@@ -15,6 +15,7 @@ from greylag.spec.audit import Audit
 from greylag.spec.error import SpecError
 from greylag.spec.finding import Finding
 from greylag.spec.job import Job
+from greylag.spec.ranks import Ranks
 from greylag.spec.step import Step
 from greylag.spec.telemetry import Telemetry
 
@@ -24,7 +25,7 @@ AUDIT, TELEMETRY = "audit.jsonl", "telemetry.jsonl"
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What the decoder raises on bytes that are no record; RecursionError where brackets nest a thousand deep."""
 
-T = TypeVar("T", Job, Step, Finding, Audit, Telemetry)
+T = TypeVar("T", Job, Step, Ranks, Finding, Audit, Telemetry)
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,14 @@ def read_one(path: Path, kind: type[T], advice: str) -> T:
         raise SpecError(f"{path}: not a {kind.__name__} ({error}); {advice}") from None
 
 
-def read_lines(path: Path, kind: type[T]) -> tuple[list[T], list[Finding]]:
-    """One struct per line, and a finding if lines could not be read; a last one without an end is torn, and no fault.
+def read_lines(path: Path, kind: type[T], most: int = 0) -> tuple[list[T], list[Finding]]:
+    """One struct per line, of the last `most` if given, and a finding if lines could not be read.
 
-    Raises SpecError if the file cannot be read or no line of it can.
+    A last one without an end is torn, and no fault. Raises SpecError if the file cannot be read or no line of it can.
     """
     decoder = msgspec.json.Decoder(kind)
     whole = _bytes(path, "report a run that has written it")
-    lines = [line for line in whole.split(b"\n") if line.strip()]
+    lines = [line for line in whole.split(b"\n") if line.strip()][-most:]
     good: list[T] = []
     bad: list[tuple[int, Exception]] = []
     for number, line in enumerate(lines, 1):

@@ -29,6 +29,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """From 1; 0 for a prediction, which stands for every step."""
     seconds: dict[str, float]
     """By phase, keys of `PHASES`."""
+    waits: dict[str, float] = {}
+    """Measured seconds of each phase that went by in collectives, sending and waiting for other ranks. Only of ranks on
+    a CPU: on a device collectives run beside the host that would note them."""
     causes: dict[str, float] = {}
     """Predicted seconds by what they are spent on, of a rank of the busiest stage; they overlap the phases."""
     interval: tuple[float, float] | None = None

@@ -1,5 +1,5 @@
-"""The run folder: `job.json`, `steps.jsonl`, `findings.jsonl`, `audit.jsonl`, `telemetry.jsonl`, `predicted.json`,
-checkpoints. One run, one folder.
+"""The run folder: `job.json`, `steps.jsonl`, `ranks.jsonl`, `findings.jsonl`, `audit.jsonl`, `telemetry.jsonl`,
+`predicted.json`, checkpoints. One run, one folder.
 
 Landing and the report read it and nothing else. A lock keeps a second run out while one is going on.
 """
@@ -14,10 +14,11 @@ import msgspec
 
 from greylag.spec import Finding, Job, SpecError, Step
 from greylag.spec.audit import Audit
+from greylag.spec.ranks import Ranks
 from greylag.spec.telemetry import Telemetry
 
-STEPS, FINDINGS = "steps.jsonl", "findings.jsonl"
-_NAMES = {Step: STEPS, Finding: FINDINGS, Audit: "audit.jsonl", Telemetry: "telemetry.jsonl"}
+STEPS, RANKS, FINDINGS = "steps.jsonl", "ranks.jsonl", "findings.jsonl"
+_NAMES = {Step: STEPS, Ranks: RANKS, Finding: FINDINGS, Audit: "audit.jsonl", Telemetry: "telemetry.jsonl"}
 _BEFORE_JOB = {".lock", "job.json.part"}
 """What a run that was killed at once leaves in its folder."""
 STORE = ".store_"
@@ -86,7 +87,7 @@ class RunFolder:
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SpecError(f"{path}: cannot be read: {error}; restore it or choose another --folder") from None
 
-    def append(self, record: Step | Finding | Audit | Telemetry) -> None:
+    def append(self, record: Step | Ranks | Finding | Audit | Telemetry) -> None:
         """Add a line to the file of its kind, whole or not at all. Raises SpecError if it cannot."""
         path = self.path / _NAMES[type(record)]
         line = msgspec.json.encode(record) + b"\n"

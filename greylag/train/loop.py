@@ -26,6 +26,7 @@ from greylag.train.checkpoint import Checkpointer
 from greylag.train.folder import RunFolder
 from greylag.train.measure import Clock, MemoryMeter, sent_bytes
 from greylag.train.optim import clip, learning_rate
+from greylag.train.ranks import RankLog
 
 MEASURED_STEP = 3
 """The step whose memory is measured: the optimizer state exists, and what is made once has been made."""
@@ -77,7 +78,7 @@ def fly(
     """
     hooks = list(hooks)
     run, world = flight.job.run, flight.world
-    saver = Checkpointer(folder.checkpoints, world, run.keep_checkpoints)
+    saver, ranks = Checkpointer(folder.checkpoints, world, run.keep_checkpoints), RankLog(world, folder)
     try:
         number = _resume(flight, saver)
         saved, skipped = number, 0
@@ -92,12 +93,14 @@ def fly(
                 folder.append(step)
             for hook in hooks:
                 hook.after(step)
+            saves = stop or number == run.steps or bool(run.checkpoint_every and number % run.checkpoint_every == 0)
+            ranks.keep(step, saves)
             skipped = skipped + 1 if step.skipped else 0
             if skipped == MOST_SKIPPED:
                 raise SpecError(
                     f"step {number}: {skipped} steps in a row were not applied; see {folder.path}/findings.jsonl"
                 )
-            if stop or number == run.steps or (run.checkpoint_every and number % run.checkpoint_every == 0):
+            if saves:
                 saver.save(flight.model, flight.optimizer, flight.fingerprints, number)
                 saved = number
             if stop:
@@ -133,7 +136,7 @@ def take_step(
 ) -> tuple[Step, bool]:
     """One optimizer step. Returns its record and whether some rank was asked to stop."""
     job, world, model = flight.job, flight.world, flight.model
-    clock = Clock(world.device)
+    clock = Clock(world.device, world.waits)
     commit.begin(number)
     wire = sent_bytes()
     meter = MemoryMeter(model, flight.optimizer, world.device) if number == MEASURED_STEP else None
@@ -163,6 +166,7 @@ def take_step(
             source="measured",
             number=number,
             seconds=clock.stop(),
+            waits=clock.waited,
             bytes=memory,
             wire_bytes=float(sent_bytes() - wire),
             tokens=job.tokens,

@@ -12,36 +12,43 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from greylag.parallel import local
+from greylag.parallel.waits import Waits
 from greylag.spec.step import PHASES
 
 
 class Clock:
     """Seconds by phase of one step; what falls outside any phase is `other`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.restart()
-
-    def restart(self) -> None:
-        """Start a step."""
+    def __init__(self, device: torch.device, waits: Waits) -> None:
+        self.device, self.waits = device, waits
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._waited = dict.fromkeys(PHASES, 0.0)
+        self._before = waits.seconds
         self.started = time.perf_counter()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside towards a phase."""
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), self.waits.seconds
         try:
             yield
         finally:
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
             self.seconds[name] += time.perf_counter() - begin
+            self._waited[name] += self.waits.seconds - before
 
     def stop(self) -> dict[str, float]:
         """Seconds by phase, which add up to the wall time since the start."""
         self.seconds["other"] += time.perf_counter() - self.started - sum(self.seconds.values())
+        self._waited["other"] += self.waits.seconds - self._before - sum(self._waited.values())
         return self.seconds
+
+    @property
+    def waited(self) -> dict[str, float]:
+        """Seconds in collectives of each phase that had any, after `stop`; empty on a device, where they are not
+        known."""
+        return {phase: s for phase, s in self._waited.items() if s > 0} if self.device.type == "cpu" else {}
 
 
 class MemoryMeter:
