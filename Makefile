@@ -23,7 +23,7 @@ help:
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,report,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,report,fit,dev]'
 	@touch $@
 
 run: $(STAMP)
@@ -50,7 +50,7 @@ benchmark: $(STAMP)
 	$(BIN)/python benchmarks/quantize_vs_torchao.py
 	$(BIN)/python benchmarks/step_vs_torchao.py
 	$(BIN)/python benchmarks/telemetry_cost.py
-	$(BIN)/python benchmarks/first_flight_accuracy.py
+	$(BIN)/python benchmarks/local_accuracy.py
 
 benchmark-gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py

@@ -1,17 +1,20 @@
 """Simulation: what `greylag simulate` puts together, the simulator's results and the report's pictures of them.
 
-It stands beside `cli`, which has no room for it; they and `notebook` alone know more than one wing.
+`greylag train` takes from here the prediction that it lays beside a run. It stands beside `cli`, which has no room for
+it; they, `calibration` and `notebook` alone know more than one wing.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from greylag.notebook import calibration_of
 from greylag.report.account import account
 from greylag.report.derived import check_place, write_derived
 from greylag.report.show import print_prediction
-from greylag.sim import predict
+from greylag.sim import peak_flops, predict
 from greylag.sim.memory import CONTEXT, FRAGMENTATION, memory
 from greylag.sim.pipeline import pipeline
 from greylag.sim.remedies import remedies
@@ -84,3 +87,21 @@ def simulate(job: Job, outputs: Outputs, render: Callable[..., str] | None = Non
         page = render(job, step, held, drawn.timeline, ranks=places, calibration=calibration, findings=findings)
         write_derived(outputs.page, page.encode())
         print(outputs.page)
+
+
+def lay_prediction(job: Job, folder: Path) -> str | None:
+    """Lay the prediction beside the run; why there is none, where none can be made."""
+    try:
+        step = predict(job, calibration_of(job))
+    except SpecError as error:
+        return str(error)
+    write_derived(folder / "predicted.json", msgspec.json.encode(step))
+    return None
+
+
+def peak_of(job: Job) -> float:
+    """FLOP/s of all ranks at best; 0 where nobody knows."""
+    try:
+        return peak_flops(job, calibration_of(job))
+    except SpecError:
+        return 0.0

@@ -1,5 +1,6 @@
 """Trust: how far a prediction may be off, from how far those of measured runs were, and where it goes beyond them."""
 
+from math import hypot
 from typing import NamedTuple
 
 from greylag.spec.job import Job
@@ -24,16 +25,22 @@ class Trust(NamedTuple):
 
 
 def trust(job: Job) -> Trust:
-    """How far the predicted step time of a job on accelerators can be trusted."""
+    """How far the predicted step time of a job on accelerators can be trusted.
+
+    A device that was calibrated need not be one of the measured runs; its own kernels' spread comes on top of theirs.
+    """
     known, device = job.software.evidence, job.cluster.device.name
+    own = job.cluster.device.spread
     kind, dtype = "experts" if job.model.moe else "dense", job.precision.gemm_dtype
     if not known:
-        return Trust(UNKNOWN, (f"no measured run of {job.software.name} is at hand",))
+        return Trust(hypot(UNKNOWN, own or 0.0), (f"no measured run of {job.software.name} is at hand",))
     spread, remarks = max(e.spread for e in known), []
     wanted = {"device": device, "kind": kind, "dtype": dtype}
+    if own is not None:
+        del wanted["device"]
     alike = [e for e in known if all(getattr(e, field) == value for field, value in wanted.items())]
     if alike:
-        spread = alike[0].spread
+        spread = max(alike, key=lambda e: e.rows).spread
     else:
         nearest = max(known, key=lambda e: sum(getattr(e, field) == value for field, value in wanted.items()))
         apart = [
@@ -44,6 +51,8 @@ def trust(job: Job) -> Trust:
     if job.strategy.world > FURTHER * ranks:
         remarks.append(f"extrapolates: {job.strategy.world} devices, measured runs had up to {ranks}")
     if alike and not remarks:
-        runs = f"{alike[0].rows} measured runs of {job.software.name} on {device}, {kind}, {dtype.upper()}"
-        return Trust(spread, (f"rests on {runs}",))
-    return Trust(spread * BEYOND ** len(remarks), tuple(remarks))
+        most = max(alike, key=lambda e: e.rows)
+        runs = f"rests on {most.rows} measured runs of {job.software.name} on {most.device}, {kind}, {dtype.upper()}"
+        remarks.append(runs if own is None else f"{runs}, and on kernels measured on {device}")
+        return Trust(hypot(spread, own or 0.0), tuple(remarks))
+    return Trust(hypot(spread * BEYOND ** len(remarks), own or 0.0), tuple(remarks))

@@ -61,7 +61,7 @@ def job_from(table: dict[str, Any], name: str, where: str = "job", folder: Path 
             raise SpecError(
                 f"{where}: '{section}' is missing; name a preset ({', '.join(presets(kept_in))}) or write a table"
             )
-        value = _published(table[section], folder) if section == "model" else table[section]
+        value = _filed(table[section], section, folder)
         table[section] = _section(value, section, kind, kept_in, where)
     _fill_recipes(table["precision"], where)
     _check_keys(table, Job, where, "")
@@ -129,16 +129,25 @@ def _override(table: dict[str, Any], key: str, value: Any) -> None:
     table[last] = value
 
 
-def _published(model: Any, folder: Path) -> Any:
-    """The model of a config.json, with the changes that a table makes to it; else `model` as it is."""
-    source = model.get("preset") if isinstance(model, dict) else model
-    if not isinstance(source, str) or not source.endswith(".json"):
-        return model
-    base = model_table(folder / source)
-    if not isinstance(model, dict):
-        return base
-    own = {key: value for key, value in model.items() if key != "preset"}
-    return _merge(base, {"name": base["name"] + " (changed)", **own}) if own else base
+def _filed(value: Any, section: str, folder: Path) -> Any:
+    """The section of a file that is named in a preset's place, with the changes that a table makes to it.
+
+    It is the config.json of a model, or a TOML file of any section's keys. Anything else is left as it is.
+    """
+    source = value.get("preset") if isinstance(value, dict) else value
+    if isinstance(source, str) and source.endswith(".json") and section == "model":
+        base = model_table(folder / source)
+    elif isinstance(source, str) and source.endswith(".toml"):
+        base = {"name": Path(source).stem, **_read_toml(folder / source)}
+        if section == "cluster" and base["name"].partition("-")[0] == "local":
+            raise SpecError(
+                f"{folder / source}: 'local' is the name of this machine's CPUs; give the file another name"
+            )
+    else:
+        return value
+    own = {key: inner for key, inner in value.items() if key != "preset"} if isinstance(value, dict) else {}
+    changed = {} if section == "cluster" else {"name": base["name"] + " (changed)"}
+    return _merge(base, changed | own) if own else base
 
 
 def _section(value: Any, section: str, kind: type, folder: str, where: str) -> dict[str, Any]:

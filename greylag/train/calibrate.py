@@ -5,11 +5,8 @@ written down is the mean over ranks of each rank's median. The operators measure
 """
 
 import datetime
-import functools
 import os
-import platform
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -29,22 +26,18 @@ from greylag.spec.cluster import Calibration, Curve, GemmPoint
 from greylag.spec.grid import Grid
 from greylag.spec.step import PHASES
 from greylag.train.build import build
+from greylag.train.collectives import Collective, collective
+from greylag.train.device import name_of
 from greylag.train.folder import RunFolder
 from greylag.train.loop import MEASURED_STEP, Control, take_step
 from greylag.train.operators import Maker, operators
+from greylag.train.stopwatch import CPU, agreed, seconds, seconds_together
 
 GEMM_M, GEMM_NK = (64, 256, 1024, 4096), (128, 512, 2048)
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23, 1 << 25)
+COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 STEPS, WARM_UP = 17, 2
 """Steps of the reference job, and how many of them do not count."""
-MESSAGES = 9
-"""How often a collective is measured; the first does not count."""
-CACHE_BYTES = 1 << 22
-"""More than a core's own caches, less than the shared one: a tensor of a training step was made a few operators ago."""
-REPEATS, PATIENCE = 9, 0.12
-"""A measurement is repeated this often, or for this many seconds, but at least three times."""
-
-Timed = Callable[[], object]
 
 
 def calibrate_local(num_ranks: int) -> Path:
@@ -61,21 +54,21 @@ def _measure_all(rank: int, num_ranks: int, port: int) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     job = reference_job(num_ranks)
-    world = start(Grid.of(job.strategy), rank, dist.PrefixStore("measure", store), torch.device("cpu"))
+    world = start(Grid.of(job.strategy), rank, dist.PrefixStore("measure", store), CPU)
     gemms = [(m, n, k) for m in GEMM_M for n in GEMM_NK for k in GEMM_NK]
     measured = list(operators())
     with Progress(disable=rank != 0, transient=True) as progress:
-        task = progress.add_task("measuring this machine", total=len(gemms) + len(measured) + 3 + STEPS)
+        task = progress.add_task("measuring this machine", total=len(gemms) + len(measured) + len(COLLECTIVES) + STEPS)
         points = []
         for m, n, k in gemms:
-            points.append(GemmPoint(m=m, n=n, k=k, seconds=_agreed(_gemm(m, n, k))))
+            points.append(GemmPoint(m=m, n=n, k=k, seconds=agreed(_gemm(m, n, k))))
             progress.advance(task)
         ops: dict[str, Curve] = {}
         for name, sizes, make in measured:
             ops |= _curves(name, sizes, make)
             progress.advance(task)
-        collectives = {}
-        for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        collectives: dict[str, Curve] = {}
+        for name in COLLECTIVES:
             if num_ranks > 1:
                 collectives[name] = _collective(name, num_ranks)
             progress.advance(task)
@@ -95,7 +88,7 @@ def _encoded(
 ) -> bytes:
     return msgspec.json.encode(
         Calibration(
-            device=f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+            device=name_of(CPU),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             num_ranks=num_ranks,
             torch=str(torch.__version__),
@@ -107,35 +100,10 @@ def _encoded(
     )
 
 
-def _seconds(run: Timed, prepare: Timed = lambda: None) -> float:
-    """Median seconds of `run`, each after a `prepare` that is not counted.
-
-    A core's own caches are swept before each: in a training step other tensors have been there since.
-    """
-    sweep = torch.zeros(CACHE_BYTES // 4)
-    prepare()
-    run()
-    times: list[float] = []
-    while len(times) < 3 or (len(times) < REPEATS and sum(times) < PATIENCE):
-        prepare()
-        sweep.add_(1.0)
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return median(times)
-
-
-def _agreed(seconds: float) -> float:
-    """Mean over ranks, who start the next measurement together."""
-    total = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
-
-
 def _gemm(m: int, n: int, k: int) -> float:
     """Mean of the three multiplies of a linear layer."""
     x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
-    return (_seconds(lambda: x @ w.t()) + _seconds(lambda: g @ w) + _seconds(lambda: g.t() @ x)) / 3
+    return sum(seconds([run]) for run in (lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x)) / 3
 
 
 def _curves(name: str, sizes: tuple[int, ...], make: Maker) -> dict[str, Curve]:
@@ -143,9 +111,9 @@ def _curves(name: str, sizes: tuple[int, ...], make: Maker) -> dict[str, Curve]:
     forward, backward = [], []
     for size in sizes:
         run, differentiates = make(size)
-        forward.append(_agreed(_seconds(run)))
+        forward.append(agreed(seconds([run])))
         if differentiates:
-            backward.append(_agreed(_backward(run)))
+            backward.append(agreed(_backward(run)))
     points = [float(size) for size in sizes]
     if not backward:
         return {name: Curve(size=points, seconds=forward)}
@@ -162,27 +130,17 @@ def _backward(run: Callable[[], Tensor]) -> float:
         held[:] = [run()]
 
     gradient = torch.ones_like(run())
-    return _seconds(lambda: held[0].backward(gradient), prepare)
+    return seconds([lambda: held[0].backward(gradient)], prepare)
 
 
-def _collective(name: str, num_ranks: int) -> Curve:
+def _collective(name: Collective, num_ranks: int) -> Curve:
     """Seconds by bytes of the whole tensor."""
-    seconds = []
+    taken = []
     for size in MESSAGE_BYTES:
-        whole, part = torch.zeros(size // 4), torch.zeros(size // 4 // num_ranks)
-        run: dict[str, Timed] = {
-            "all_reduce": functools.partial(dist.all_reduce, whole),
-            "all_gather": functools.partial(dist.all_gather_into_tensor, whole, part),
-            "reduce_scatter": functools.partial(dist.reduce_scatter_tensor, part, whole),
-        }
+        run = collective(name, size, num_ranks)
         dist.barrier()
-        times = []
-        for _ in range(MESSAGES):
-            begin = time.perf_counter()
-            run[name]()
-            times.append(time.perf_counter() - begin)
-        seconds.append(_agreed(median(times[1:])))
-    return Curve(size=[float(s) for s in MESSAGE_BYTES], seconds=seconds)
+        taken.append(agreed(seconds_together([run])))
+    return Curve(size=[float(s) for s in MESSAGE_BYTES], seconds=taken)
 
 
 def _reference(job: Job, world: World, advance: Callable[[], None]) -> dict[str, float]:
@@ -193,4 +151,4 @@ def _reference(job: Job, world: World, advance: Callable[[], None]) -> dict[str,
         for number in range(MEASURED_STEP + 1, MEASURED_STEP + 1 + STEPS):
             taken.append(take_step(flight, number, commit, Control(), 0.0, RunFolder(Path(folder)))[0])
             advance()
-    return {phase: _agreed(median(step.seconds[phase] for step in taken[WARM_UP:])) for phase in PHASES}
+    return {phase: agreed(median(step.seconds[phase] for step in taken[WARM_UP:])) for phase in PHASES}

@@ -1,5 +1,7 @@
-"""Device: what a job asks of its devices that they, or their libraries, cannot do. Pure, but for the probe."""
+"""Device: its name, and what a job asks of it that it, or its libraries, cannot do. Pure, but for the probes."""
 
+import os
+import platform
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +15,13 @@ from greylag.spec.precision import GEMMS, OPERANDS, GemmName, Recipe
 CUBLAS_MULTIPLE = 16
 """cuBLAS multiplies FP8 under one scale each only where both dims of both operands are multiples of 16 (cublasLt,
 "narrow precision data types")."""
+
+
+def name_of(device: torch.device) -> str:
+    """What the driver calls it; a CPU, what the machine says it is."""
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def device_faults(job: Job) -> list[str]:

@@ -61,8 +61,22 @@ def find_place(environ: Mapping[str, str], job: Job) -> Place | None:
 
     Raises SpecError if it says nonsense, or made another number of ranks than the job has.
     """
+    place = place_of(environ)
+    if place and (place.world != job.strategy.world or place.rank >= place.world):
+        raise SpecError(
+            f"{job.name}: {place.launcher} made this rank {place.rank} of {place.world}, the job needs "
+            f"{job.strategy.world} ranks (dp {job.strategy.dp}); change strategy.dp and cluster, or start as many"
+        )
+    return place
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """What torchrun or srun says of this process, of whatever job; None if nobody launched it as a rank.
+
+    Raises SpecError if it says nonsense.
+    """
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        place = Place(
+        return Place(
             rank=_number(environ, "RANK"),
             world=_number(environ, "WORLD_SIZE"),
             local_rank=_number(environ, "LOCAL_RANK", "0"),
@@ -72,8 +86,8 @@ def find_place(environ: Mapping[str, str], job: Job) -> Place | None:
             + environ.get("TORCHELASTIC_RUN_ID", "")
             + environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
-    elif {"SLURM_PROCID", "SLURM_STEP_ID"} <= environ.keys() and _number(environ, "SLURM_NTASKS", "1") > 1:
-        place = Place(
+    if {"SLURM_PROCID", "SLURM_STEP_ID"} <= environ.keys() and _number(environ, "SLURM_NTASKS", "1") > 1:
+        return Place(
             rank=_number(environ, "SLURM_PROCID"),
             world=_number(environ, "SLURM_NTASKS"),
             local_rank=_number(environ, "SLURM_LOCALID", "0"),
@@ -81,14 +95,7 @@ def find_place(environ: Mapping[str, str], job: Job) -> Place | None:
             launcher="srun",
             attempt=".".join(environ.get(f"SLURM_{key}", "0") for key in ("JOB_ID", "STEP_ID", "RESTART_COUNT")),
         )
-    else:
-        return None
-    if place.world != job.strategy.world or place.rank >= place.world:
-        raise SpecError(
-            f"{job.name}: {place.launcher} made this rank {place.rank} of {place.world}, the job needs "
-            f"{job.strategy.world} ranks (dp {job.strategy.dp}); change strategy.dp and cluster, or start as many"
-        )
-    return place
+    return None
 
 
 def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
@@ -115,7 +122,7 @@ def run_rank(job: Job, folder: RunFolder, place: Place, peak_flops: float = 0.0)
         if job.run.tensorboard:
             hooks.append(TensorBoardHook(folder.path))
     try:
-        with _listening() as control, _sharing_faults(store):
+        with _listening() as control, sharing_faults(store):
             flight = build(job, world)
             if world.is_first:
                 hooks.append(AuditHook(flight, folder))
@@ -129,7 +136,7 @@ def run_rank(job: Job, folder: RunFolder, place: Place, peak_flops: float = 0.0)
     return last >= job.run.steps
 
 
-def _threads(num_ranks: int) -> int:
+def threads(num_ranks: int) -> int:
     """Threads of each of this machine's ranks: what OMP_NUM_THREADS says, or an equal share of the cores."""
     return int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // num_ranks))
 
@@ -137,7 +144,7 @@ def _threads(num_ranks: int) -> int:
 def _device(job: Job, place: Place) -> torch.device:
     kind = job.cluster.device.kind
     if kind == "cpu":
-        torch.set_num_threads(_threads(place.local_world))
+        torch.set_num_threads(threads(place.local_world))
         return torch.device("cpu")
     if place.local_rank >= torch.accelerator.device_count():
         raise SpecError(
@@ -155,6 +162,11 @@ def _store(job: Job, folder: RunFolder, place: Place) -> dist.Store:
     if place.launcher == "srun" or job.run.store == "file":
         folder.path.mkdir(parents=True, exist_ok=True)
         return dist.FileStore(str(folder.path / f"{STORE}{place.attempt}"), place.world)
+    return named_store(place)
+
+
+def named_store(place: Place) -> dist.Store:
+    """The store that the environment names. Raises SpecError if it names none."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except (KeyError, ValueError):
@@ -166,7 +178,7 @@ def _store(job: Job, folder: RunFolder, place: Place) -> dist.Store:
 
 
 @contextlib.contextmanager
-def _sharing_faults(store: dist.Store) -> Iterator[None]:
+def sharing_faults(store: dist.Store) -> Iterator[None]:
     """Let every rank end with the fault of the one that met it: the others only see its connection close."""
     try:
         yield
@@ -213,7 +225,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> int:
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": str(_threads(num_ranks)),
+        "OMP_NUM_THREADS": str(threads(num_ranks)),
         "GLOO_SOCKET_IFNAME": "lo",
         LAUNCHED: secrets.token_hex(4),
     }

@@ -1,5 +1,6 @@
 """How far a prediction says that it may be off."""
 
+import pytest
 from msgspec.structs import replace
 
 from greylag.sim import predict
@@ -45,3 +46,13 @@ def test_what_goes_beyond_the_runs_is_said_and_widens_the_interval() -> None:
 def test_a_framework_without_runs_is_widest() -> None:
     unknown = replace(job(), software=replace(KNOWN, evidence=()))
     assert trust(unknown) == (UNKNOWN, ("no measured run of known is at hand",))
+
+
+def test_a_calibrated_device_needs_no_run_of_its_own_and_brings_its_spread() -> None:
+    elsewhere = job(cluster="b200-8x16")
+    measured = replace(elsewhere.cluster, device=replace(elsewhere.cluster.device, spread=0.075))
+    found = trust(replace(elsewhere, cluster=measured))
+    assert found.spread == pytest.approx(0.125)
+    runs = "rests on 20 measured runs of known on NVIDIA H100 80GB HBM3, dense, BF16"
+    assert found.remarks == (f"{runs}, and on kernels measured on NVIDIA B200",)
+    assert found.spread < trust(elsewhere).spread

@@ -1,8 +1,4 @@
-"""The command line, and the only file that knows every wing: composition happens here.
-
-Each command imports its wing inside, so that `greylag --help` answers at once. A SpecError becomes one line and
-exit code 2.
-"""
+"""Commands: from a job to a run and its reports."""
 
 import os
 import sys
@@ -76,16 +72,45 @@ def simulate(
 
 @app.command()
 def calibrate(
-    ranks: Annotated[int, typer.Option(help="Ranks that measure at once, as the job will run.", min=1)] = 2,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks that measure at once.  [default: 2; accelerators: all]", min=1, show_default=False),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Accelerators, and whose data sheet: h100-8x2.", show_default=False)
+    ] = None,
+    from_trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="A profiler's trace of a rank; repeat for more.", show_default=False),
+    ] = None,
+    job: Annotated[Path | None, typer.Option(help="The job that was traced.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="The cluster file to write.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what lies there.")] = False,
 ) -> None:
-    """Measure this machine, for the `local` cluster.
+    """Measure this machine, for the `local` cluster; or accelerators, for a cluster file.
 
-    GEMMs by shape, the model's operators, FP8 quantization, collectives by size; under a minute.
+    GEMMs by shape, the model's operators, FP8 quantization, collectives by size; under a minute. Of accelerators:
+    kernels and collectives, here (under torchrun or srun over nodes) or in torch profiler's traces of a short run.
     """
-    _require_torch()
+    from greylag.calibration import Request, calibrate_accelerators
+
+    if cluster is not None:
+        request = Request(cluster, out, ranks, tuple(from_trace or ()), job, force)
+        _require("scipy", "fit")
+        if from_trace:
+            return calibrate_accelerators(request)
+        _require("torch", "train")
+        from greylag.train.accelerator import measure_accelerators
+
+        return calibrate_accelerators(request, measure_accelerators)
+    named = {"--from-trace": from_trace, "--job": job, "--out": out, "--force": force}
+    unused = next((option for option, value in named.items() if value), None)
+    if unused:
+        _fail(f"{unused} has no effect without --cluster: this machine's CPUs have one calibration, in its place")
+    _require("torch", "train")
     from greylag.train.calibrate import calibrate_local
 
-    print(calibrate_local(ranks))
+    return print(calibrate_local(ranks or 2))
 
 
 @app.command()
@@ -100,24 +125,24 @@ def train(
 
     Runs under torchrun or srun, or starts local ranks itself. Ctrl-C saves.
     """
-    _require_torch()
+    _require("torch", "train")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler, which measures memory, chats on stderr
     job = _load_sound(job_file, overrides)
+    from greylag.simulation import lay_prediction, peak_of
     from greylag.train.build import refuse
     from greylag.train.launch import INTERRUPTED, find_place, launch, run_folder, run_rank
 
     refuse(job)
     run = run_folder(folder, job)
     place = find_place(os.environ, job)
-    peak = _peak_flops(job)
-    if place is not None:
-        if place.rank == 0 and place.launcher != "greylag":
-            run.claim(job)
-            _write_prediction(job, run.path)
-        finished = run_rank(job, run, place, peak)
-    else:
+    if place is None or (place.rank == 0 and place.launcher != "greylag"):
         run.claim(job)
-        _write_prediction(job, run.path)
+        unknown = lay_prediction(job, run.path)
+        if unknown:
+            _say(f"no prediction: {unknown}")
+    if place is not None:
+        finished = run_rank(job, run, place, peak_of(job))
+    else:
         code = launch(["train", *sys.argv[2:]], job.strategy.world, run.lock)
         if code not in (0, INTERRUPTED):
             if code != 2:
@@ -351,35 +376,8 @@ def _load_sound(job_file: Path, overrides: list[str] | None) -> "Job":
     return job
 
 
-def _require_torch() -> None:
+def _require(package: str, extra: str) -> None:
     import importlib.util
 
-    if importlib.util.find_spec("torch") is None:
-        _fail("this command needs torch: pip install 'greylag[train]'")
-
-
-def _write_prediction(job: "Job", folder: Path) -> None:
-    """Lay the prediction beside the run, where one can be made."""
-    import msgspec
-
-    from greylag.notebook import predict
-    from greylag.spec import SpecError
-    from greylag.train.folder import write_whole
-
-    try:
-        step = predict(job)
-    except SpecError as error:
-        _say(f"no prediction: {error}")
-        return
-    write_whole(folder / "predicted.json", msgspec.json.encode(step))
-
-
-def _peak_flops(job: "Job") -> float:
-    from greylag.notebook import calibration_of
-    from greylag.sim import peak_flops
-    from greylag.spec import SpecError
-
-    try:
-        return peak_flops(job, calibration_of(job))
-    except SpecError:
-        return 0.0
+    if importlib.util.find_spec(package) is None:
+        _fail(f"this command needs {package}: pip install 'greylag[{extra}]'")
