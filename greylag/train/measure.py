@@ -1,14 +1,16 @@
 """Measure: seconds by phase, bytes by pool, bytes on the wire. What the simulator predicts, read off the machine."""
 
+import bisect
 import contextlib
 import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile
 
 from greylag.parallel import local
@@ -91,14 +93,43 @@ class MemoryMeter:
 
 def _profiled_peak(trace: profile) -> float:
     """The most bytes that were alive at once of those allocated while profiling."""
-    alive = peak = 0
     assert trace.profiler is not None
     results = trace.profiler.kineto_results
     assert results is not None
-    for event in sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        alive += event.nbytes()  # type: ignore[attr-defined]  # missing from torch's stubs
+    unseen, changes = list(results.experimental_event_tree()), []
+    while unseen:
+        event = unseen.pop()
+        unseen += event.children
+        if isinstance(event.extra_fields, _ExtraFields_Allocation):
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return float(peak_alive((address, size) for _, address, size in sorted(changes, key=lambda change: change[0])))
+
+
+def peak_alive(changes: Iterable[tuple[int, int]]) -> int:
+    """The most bytes alive at once, from (address, bytes) of allocations and, negative, of what is freed.
+
+    A thread that the profiler does not follow, as gloo's own, frees without a word. What lies where something new is
+    allocated was freed.
+    """
+    starts: list[int] = []
+    sizes: dict[int, int] = {}
+    alive = peak = 0
+    for address, size in changes:
+        if size < 0:
+            if address in sizes:
+                alive -= sizes.pop(address)
+                starts.pop(bisect.bisect_left(starts, address))
+            continue
+        at = bisect.bisect_right(starts, address)
+        if at and starts[at - 1] + sizes[starts[at - 1]] > address:
+            at -= 1
+        while at < len(starts) and starts[at] < address + size:
+            alive -= sizes.pop(starts.pop(at))
+        starts.insert(at, address)
+        sizes[address] = size
+        alive += size
         peak = max(peak, alive)
-    return float(peak)
+    return peak
 
 
 def _bytes(tensors: list[torch.Tensor]) -> float:
