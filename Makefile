@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-STUDIES := study-parity study-outliers study-amax study-accumulation
+STUDIES := study-parity study-outliers study-amax study-accumulation study-precision-law
 .PHONY: help run test lint format clean benchmark benchmark-gpu study-first-flight $(STUDIES)
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make study-outliers      injected SwiGLU outliers: per-tensor, smoothed, blocks (half an hour)"
 	@echo "make study-amax          amax of tensors and blocks in training, and the advice drawn from it (20 minutes)"
 	@echo "make study-accumulation  what an H100 loses in long sums, and what promotion buys (a minute)"
+	@echo "make study-precision-law a scaling law from FP32 to FP4 and its best precision (an hour or two)"
 	@echo "make clean               remove what the above made, but not runs/"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -59,7 +60,7 @@ study-first-flight: $(STAMP)
 	$(BIN)/python studies/first_flight_parity.py
 
 $(STUDIES): study-%: $(STAMP)
-	$(BIN)/python studies/$*.py
+	$(BIN)/python studies/$(subst -,_,$*).py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

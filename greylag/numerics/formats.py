@@ -5,12 +5,12 @@ FP32 arithmetic alone, four passes over memory and no conversion (with noise it 
 `decode` pass to codes and back, and `pack` to the codes of values that are rounded already. All are held bit-equal to
 ml_dtypes, E5M6 to gfloat (tests/numerics), but that `round_values` makes every zero +0.
 
-FP16 is the way to and from codes: E5M2 is its upper byte, E5M6 its upper twelve bits, and E4M3, E3M2, E2M3 and E2M1,
+FP16 is the way to and from codes: E5M2 is its upper byte, E5M6 its upper twelve bits, and E4M3 and all below 8 bits,
 shifted, are FP16s whose exponent is biased too low. All are exact, and on a CPU torch's own conversions are 2 to 10
 times slower.
 
-E5M6 has a packed form, three bytes for two codes, to be kept in. E3M2, E2M3 and E2M1 are here to be studied: a code
-takes a whole byte. E8M0, a bare exponent, is for scales.
+E5M6 has a packed form, three bytes for two codes, to be kept in. E3M2, E2M3, E2M2 and E2M1 are here to be studied: a
+code takes a whole byte. E8M0, a bare exponent, is for scales.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,8 @@ class Format:
 
     Sources: E4M3 and E5M2, OCP 8-bit floating point specification, revision 1.0; E3M2, E2M3 and E2M1, OCP
     Microscaling formats (MX) specification, version 1.0, section 5.3; E5M6, DeepSeek-V3 (arXiv 2412.19437, section
-    3.3.3), which names it and no more: here it is IEEE-style, as E5M2 is.
+    3.3.3), which names it and no more: here it is IEEE-style, as E5M2 is. E2M2 is no standard's: it lies between
+    E2M3 and E2M1 and is made as they are, without Inf and NaN.
     """
 
     name: str
@@ -62,8 +63,9 @@ E5M2 = Format("e5m2", torch.float8_e5m2, bits=8, mantissa=2, min_exponent=-14, m
 E5M6 = Format("e5m6", None, bits=12, mantissa=6, min_exponent=-14, max=65024.0)
 E3M2 = Format("e3m2", None, bits=6, mantissa=2, min_exponent=-2, max=28.0, has_nan=False)
 E2M3 = Format("e2m3", None, bits=6, mantissa=3, min_exponent=0, max=7.5, has_nan=False)
+E2M2 = Format("e2m2", None, bits=5, mantissa=2, min_exponent=0, max=7.0, has_nan=False)
 E2M1 = Format("e2m1", None, bits=4, mantissa=1, min_exponent=0, max=6.0, has_nan=False)
-FORMATS = {f.name: f for f in (E4M3, E5M2, E5M6, E3M2, E2M3, E2M1)}
+FORMATS = {f.name: f for f in (E4M3, E5M2, E5M6, E3M2, E2M3, E2M2, E2M1)}
 
 E8M0_BIAS = 127
 E8M0_NAN = 0xFF

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-FormatName = Literal["fp32", "bf16", "e4m3", "e5m2", "e5m6", "e3m2", "e2m3", "e2m1"]
+FormatName = Literal["fp32", "bf16", "e4m3", "e5m2", "e5m6", "e3m2", "e2m3", "e2m2", "e2m1"]
 Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32"]
 Timing = Literal["current", "delayed"]
 ScaleKind = Literal["pow2", "fp32", "mx-floor", "mx-ceil"]
@@ -27,7 +27,9 @@ OPERANDS: dict[GemmName, tuple[OperandRole, OperandRole]] = {
     "weight-gradient": ("grad", "input"),
 }
 
-BYTES: dict[str, float] = {"fp32": 4, "bf16": 2, "e4m3": 1, "e5m2": 1, "e5m6": 1.5, "e3m2": 1, "e2m3": 1, "e2m1": 1}
+BYTES: dict[str, float] = {
+    "fp32": 4, "bf16": 2, "e4m3": 1, "e5m2": 1, "e5m6": 1.5, "e3m2": 1, "e2m3": 1, "e2m2": 1, "e2m1": 1
+}  # fmt: skip
 """Bytes of a stored number. The formats below 8 bits are emulated, a code in a byte."""
 BLOCK = 128
 """Edge of a scaling block (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""

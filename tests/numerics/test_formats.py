@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from greylag.numerics.formats import (
     E2M1,
+    E2M2,
     E2M3,
     E3M2,
     E4M3,
@@ -137,6 +138,29 @@ def test_e5m6_is_gfloats_for_every_code():
     assert (GFLOAT_E5M6.max, GFLOAT_E5M6.smallest_normal, GFLOAT_E5M6.smallest_subnormal) == (65024, 2**-14, 2**-20)
     expected = gfloat.decode_ndarray(GFLOAT_E5M6, np.arange(4096)).astype(np.float32)
     assert_same(decode(all_codes(E5M6), fmt=E5M6), torch.from_numpy(expected))
+
+
+def test_e2m2_is_what_gfloat_makes_of_five_bits():
+    info = gfloat.FormatInfo(
+        name="e2m2",
+        k=5,
+        precision=3,
+        bias=1,
+        is_signed=True,
+        domain=gfloat.Domain.Finite,
+        has_nz=True,
+        num_high_nans=0,
+        has_subnormals=True,
+        is_twos_complement=False,
+    )
+    assert (info.max, info.smallest_normal, info.smallest_subnormal) == (E2M2.max, 1, 0.25)
+    expected = gfloat.decode_ndarray(info, np.arange(32)).astype(np.float32)
+    assert_same(decode(all_codes(E2M2), fmt=E2M2), torch.from_numpy(expected))
+    x = torch.cat([decode(all_codes(E2M2), fmt=E2M2), ties(E2M2), all_bf16(), random_fp32()[:400_000]])
+    x = x[~x.isnan()]
+    rounded = gfloat.round_ndarray(info, x.double().numpy(), sat=True)
+    expected = torch.from_numpy(gfloat.encode_ndarray(info, rounded).astype(np.int32))
+    assert torch.equal(encode(x, E2M2).int(), expected)
 
 
 def test_encode_is_gfloats_e5m6():
