@@ -71,6 +71,17 @@ def greylag_here(folder: Path, *arguments: object, **changes: str) -> "subproces
     return subprocess.CompletedProcess(line, code, out.getvalue(), err.getvalue())
 
 
+def assert_one_line(result: "subprocess.CompletedProcess[str]", *said: str) -> None:
+    """A mistake ends in one line on stderr that says these words."""
+    assert result.returncode == 2, result
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("greylag: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    for words in said:
+        assert words in result.stderr, result.stderr
+
+
 def write_job(folder: Path, **changes: Any) -> Path:
     """`small.toml` and its text in a folder. Tables of `changes` are merged into the job's."""
     table = {**SMALL_JOB}

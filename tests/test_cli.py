@@ -12,21 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from commands import environment, greylag, greylag_here, steps_of, write_job
+from commands import assert_one_line, environment, greylag, greylag_here, steps_of, write_job
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
 """One rank that needs no launcher, for jobs with `LONE`: half the time of a launched one."""
 LONE = {"cluster": {"devices_per_node": 1}, "strategy": {"dp": 1}, "run": {"store": "file"}}
-
-
-def assert_one_line(result: "subprocess.CompletedProcess[str]", *said: str) -> None:
-    assert result.returncode == 2, result
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-    assert result.stderr.startswith("greylag: ")
-    assert result.stderr.count("\n") == 1, result.stderr
-    for words in said:
-        assert words in result.stderr, result.stderr
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from greylag.cli.plan import app as plan
+
 if TYPE_CHECKING:
     from greylag.spec import Job
 
@@ -17,6 +19,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(plan, name="plan")
 
 JobFile = Annotated[Path, typer.Argument(help="A job file (TOML).", show_default=False)]
 Overrides = Annotated[

@@ -1,0 +1,284 @@
+"""Plan: commands before there is a cluster: `greylag plan demand`, `precision`, `goodput`, and a job's page."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from greylag.plan.demand import Training
+    from greylag.spec import Job
+
+
+class JobFirst(TyperGroup):
+    """`greylag plan JOB` is `greylag plan job JOB`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Take what is no command for a job file."""
+        if args and args[0] not in self.commands:
+            args = ["job", *args]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    help="Plan a run: compute and days, precision, failures; or all of it for a JOB, as one page.",
+    cls=JobFirst,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Tokens = Annotated[float | None, typer.Option(help="Tokens of the training: 14.8e12.", show_default=False)]
+Price = Annotated[float | None, typer.Option(help="Of a device-hour, in any currency.", show_default=False)]
+Watts = Annotated[float | None, typer.Option(help="Of a device with its share of the server.", show_default=False)]
+Pue = Annotated[float | None, typer.Option(help="What the site draws over that: 1.2.", show_default=False)]
+FailureNames = Annotated[str, typer.Option(help="Rates: llama-3, meta-rsc-1, meta-rsc-2, or a TOML file.")]
+
+
+@app.command("job")
+def plan_job(
+    job_file: Annotated[Path, typer.Argument(help="A job file (TOML).", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides: global_batch=4096", show_default=False)
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the page: FILE.html.", show_default=False)] = None,
+    tokens: Tokens = None,
+    failures: FailureNames = "llama-3",
+    price: Price = None,
+    watts: Watts = None,
+    pue: Pue = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite what lies there.")] = False,
+) -> None:
+    """Demand, strategy, precision and goodput of a job, for a budget meeting."""
+    from greylag.plan.failures import load_failures
+    from greylag.planning import plan_of
+    from greylag.report.demand import print_demand
+    from greylag.report.derived import check_place, write_derived
+    from greylag.report.goodput import print_goodput
+    from greylag.report.law import print_law_answer
+    from greylag.sim.search import brief
+    from greylag.spec import SpecError, load_job
+
+    if report:
+        check_place(report, force, (".html",))
+    if tokens is None:
+        raise SpecError("--tokens is missing: say how many the training takes, such as 14.8e12")
+    job, rates = load_job(job_file, overrides or []), load_failures(failures)
+    with Status() as say:
+        plan = plan_of(job, tokens, rates, watts=watts, pue=pue, price=price, progress=say)
+    print_demand(plan.demand)
+    print(f"Strategy: {brief(plan.flown.job)}, {plan.flown.step.total_seconds:.3f} s a step predicted")
+    for answer in plan.answers:
+        print_law_answer(answer)
+    print_goodput(failures, plan.goodputs, plan.calendars)
+    for remark in plan.remarks:
+        print(remark)
+    if report:
+        from greylag.report.plan import render_plan
+
+        page = render_plan(
+            job=plan.flown.job, demand=plan.demand, step=plan.flown.step, held=plan.held,
+            strategy=brief(plan.flown.job), runners_up=plan.flown.runners_up, answers=plan.answers, optima=plan.optima,
+            curves=plan.curves, failures=failures, goodputs=plan.goodputs, calendars=plan.calendars,
+            remarks=plan.remarks,
+        )  # fmt: skip
+        write_derived(report, page.encode())
+        print(report)
+
+
+@app.command()
+def demand(
+    job_file: Annotated[Path | None, typer.Argument(help="A job file (TOML).", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="A known model: deepseek-v3.", show_default=False)] = None,
+    params: Annotated[float | None, typer.Option(help="Parameters: 671e9.", show_default=False)] = None,
+    active: Annotated[
+        float | None, typer.Option(help="That a token meets.  [default: all]", show_default=False)
+    ] = None,
+    tokens: Tokens = None,
+    devices: Annotated[
+        list[int] | None, typer.Option(help="Cluster sizes.  [default: 1024 ...]", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="Whose data sheet, where there is no job.")] = "h100",
+    dtype: Annotated[str, typer.Option(help="Whose peak, where there is no job.")] = "bf16",
+    utilization: Annotated[
+        float | None, typer.Option(help="Share of the peak.  [default: predicted, of a job]", show_default=False)
+    ] = None,
+    price: Price = None,
+    watts: Watts = None,
+    pue: Pue = None,
+    known: Annotated[bool, typer.Option("--known", help="List the known models, and their trend.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="With --known: write the trend as a page.", show_default=False)
+    ] = None,
+) -> None:
+    """Training compute, and days, device-hours, energy and money by cluster size.
+
+    Of a JOB's model and tokens, of a known model, or of parameters and tokens. A job's utilization is predicted for
+    each size, by a search of the strategy.
+    """
+    from greylag.planning import days_by_size, stated_days
+    from greylag.report.demand import print_demand
+    from greylag.spec import SpecError, load_job
+
+    if known:
+        given = {"JOB": job_file, "--model": model, "--params": params, "--tokens": tokens, "--devices": devices}
+        used = next((name for name, value in given.items() if value), None)
+        if used:
+            raise SpecError(f"{used} has no effect beside --known; leave one of them out")
+        return _known(out)
+    if out:
+        raise SpecError("--out: is the trend of the known models; give --known too")
+    sizes = devices or [1024, 5000, 10000]
+    job = load_job(job_file) if job_file else None
+    training = _training(job, model, params, active, tokens)
+    if job and utilization is None:
+        with Status() as say:
+            found = days_by_size(job, training, sizes, watts=watts, pue=pue, price=price, progress=say)
+        return print_demand(found)
+    if utilization is None:
+        raise SpecError("--utilization is missing: state it (0.4), or give a job file, whose utilization is predicted")
+    cluster = job.cluster.device if job else device
+    dtype = job.precision.gemm_dtype if job else dtype
+    return print_demand(stated_days(training, sizes, cluster, dtype, utilization, watts=watts, pue=pue, price=price))
+
+
+def _training(
+    job: "Job | None", model: str | None, params: float | None, active: float | None, tokens: float | None
+) -> "Training":
+    """What is trained, of the one of three ways that is given."""
+    from greylag.plan.demand import approximate_training, count_training
+    from greylag.plan.known import find_model, known_models, training
+    from greylag.spec import SpecError
+
+    ways = {"JOB": job, "--model": model, "--params": params}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) != 1:
+        raise SpecError(f"{' and '.join(given) or 'nothing'} says what is trained; give one of JOB, --model, --params")
+    if active is not None and params is None:
+        raise SpecError("--active: has no effect without --params")
+    if model is not None:
+        if tokens is not None:
+            raise SpecError("--tokens: a known model has its own; leave it out, or give --params")
+        return training(find_model(model, known_models()))
+    if tokens is None:
+        raise SpecError("--tokens is missing: say how many the training takes, such as 14.8e12")
+    if job is not None:
+        return count_training(job.model, job.sequence, tokens)
+    return approximate_training(params or 0.0, tokens, active)
+
+
+def _known(out: Path | None) -> None:
+    from greylag.plan.known import known_models
+    from greylag.plan.trend import fit_trend
+    from greylag.report.demand import print_known
+
+    models = known_models()
+    trend = fit_trend(models)
+    if out:
+        from greylag.report.derived import check_place, write_derived
+        from greylag.report.trend import render_trend
+
+        check_place(out, False, (".html",))
+        write_derived(out, render_trend(models, trend).encode())
+    print_known(models, trend)
+    if out:
+        print(out)
+
+
+@app.command()
+def precision(
+    law: Annotated[str, typer.Option(help="kumar (bits by operand) or sun (format and block).")] = "kumar",
+    params: Annotated[float | None, typer.Option(help="Parameters: 8e9.", show_default=False)] = None,
+    tokens: Tokens = None,
+    weights: Annotated[float | None, typer.Option(help="Bits, kumar.  [default: 16]", show_default=False)] = None,
+    activations: Annotated[float | None, typer.Option(help="Bits, kumar.  [default: 16]", show_default=False)] = None,
+    kv: Annotated[float | None, typer.Option(help="Bits, kumar.  [default: 16]", show_default=False)] = None,
+    format: Annotated[str | None, typer.Option(help="e4m3 ..., sun.  [default: bf16]", show_default=False)] = None,
+    block: Annotated[str | None, typer.Option(help="128 or channel, sun.  [default: 128]", show_default=False)] = None,
+    budget: Annotated[float | None, typer.Option(help="FLOPs to spend best: 1e24.", show_default=False)] = None,
+    fit: Annotated[Path | None, typer.Option(help="Fit the law to a CSV of runs.", show_default=False)] = None,
+    fit_runs: Annotated[
+        list[Path] | None, typer.Option(help="Fit it to a run folder; repeat for more.", show_default=False)
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the fixed-compute figure.", show_default=False)] = None,
+) -> None:
+    """Loss by a scaling law of precision, the best precision for a budget, or the law fitted to your own runs."""
+    from greylag.questions import Asked, precision_of
+
+    if out:
+        from greylag.report.derived import check_place
+
+        check_place(out, False, (".html",))
+    asked = Asked(law, params, tokens, weights, activations, kv, format, block, budget, fit, tuple(fit_runs or ()))
+    if fit or fit_runs:
+        _require_scipy()
+    precision_of(asked)
+    if out:
+        from greylag.plan.law import fixed_compute, law_named
+        from greylag.report.law_chart import write_fixed_compute
+
+        print(write_fixed_compute(out, [fixed_compute(law_named(name)) for name in ("kumar", "sun")]))
+
+
+def _require_scipy() -> None:
+    import importlib.util
+
+    from greylag.spec import SpecError
+
+    if importlib.util.find_spec("scipy") is None:
+        raise SpecError("fitting needs scipy: pip install 'greylag[fit]'")
+
+
+@app.command()
+def goodput(
+    devices: Annotated[int, typer.Option(help="That train, spares not counted.", min=1)] = 16384,
+    per_node: Annotated[int, typer.Option(help="Devices of a node.", min=1)] = 8,
+    failures: FailureNames = "llama-3",
+    days: Annotated[float, typer.Option(help="Of training, if nothing failed.")] = 54.0,
+    checkpoint_minutes: Annotated[str, typer.Option(help="Between checkpoints, or best.")] = "10",
+    checkpoint_seconds: Annotated[float, typer.Option(help="That one blocks training.")] = 5.0,
+    detect_minutes: Annotated[float, typer.Option(help="From a failure to the restart.")] = 2.0,
+    restart_minutes: Annotated[float, typer.Option(help="From that to the next step.")] = 8.0,
+    eject_minutes: Annotated[float, typer.Option(help="Until the others go on without a replica.")] = 3.0,
+    spares: Annotated[int | None, typer.Option(help="Nodes.  [default: enough]", min=0, show_default=False)] = None,
+    repair_hours: Annotated[float, typer.Option(help="Until a node is back.")] = 24.0,
+    replica_nodes: Annotated[int, typer.Option(help="Nodes of a replica, which `eject` loses.", min=1)] = 16,
+    policy: Annotated[str, typer.Option(help="restart, spares, eject, skip, or all.")] = "all",
+    trials: Annotated[int, typer.Option(help="Simulated runs beside the formulas; 0 for none.", min=0)] = 0,
+    scale: Annotated[bool, typer.Option("--scale", help="From 1,000 to 100,000 devices.")] = False,
+    price: Price = None,
+) -> None:
+    """Effective training time under failures, by policy; days and cost of a run, or how it scales."""
+    from greylag.questions import Running, goodput_of
+
+    with Status() as say:
+        show = goodput_of(
+            Running(
+                devices, per_node, failures, days, checkpoint_minutes, checkpoint_seconds, detect_minutes,
+                restart_minutes, eject_minutes, spares, repair_hours, replica_nodes, policy, trials, scale, price,
+            ),
+            say,
+        )  # fmt: skip
+    show()
+
+
+class Status:
+    """A line on a terminal's stderr that says what is going on, and is gone when it is done."""
+
+    def __enter__(self) -> "Status":
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        self._status = console.status("planning") if console.is_terminal else None
+        if self._status:
+            self._status.start()
+        return self
+
+    def __call__(self, what: str) -> None:
+        """Say it."""
+        if self._status:
+            self._status.update(what)
+
+    def __exit__(self, *_: object) -> None:
+        if self._status:
+            self._status.stop()

@@ -1,0 +1,294 @@
+"""Planning: the plan of a job, of counts and laws of `plan` and the strategies that the simulator's search finds.
+
+It stands beside `cli`, like `simulation` and `calibration`; what `greylag plan` asks without a job is `questions`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+
+from greylag.plan.checkpoint import best_interval
+from greylag.plan.demand import (
+    Demand,
+    Estimate,
+    Training,
+    between,
+    count_training,
+    demand,
+    predicted_utilization,
+    stated_utilization,
+)
+from greylag.plan.failures import MINUTE, Failures
+from greylag.plan.goodput import Calendar, Goodput, calendar, enough_spares, goodput
+from greylag.plan.law import (
+    Answer,
+    Curve,
+    Law,
+    Optimum,
+    answer,
+    cost,
+    fixed_compute,
+    law_named,
+    optimum,
+)
+from greylag.plan.law_runs import LawName, counted, job_precision
+from greylag.plan.recovery import POLICIES, Fleet, Policy, Recovery
+from greylag.report.account import Account, account
+from greylag.sim import predict
+from greylag.sim.memory import CONTEXT, FRAGMENTATION, memory
+from greylag.sim.search import brief, search
+from greylag.spec.cluster import Cluster, Device
+from greylag.spec.error import SpecError
+from greylag.spec.job import Job
+from greylag.spec.load import load_preset
+from greylag.spec.step import Step
+
+LIMIT = 20_000
+"""Strategies that a search for a utilization tries at most, thinned out evenly."""
+SIZES = (0.25, 0.5, 2, 4, 8)
+"""Times the job's devices at which its page tells the days too, where a strategy fits."""
+BASIS = "utilization is the simulator's, of the fastest strategy at each size; nine in ten runs like it lie between"
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Flown:
+    """The fastest strategy of a job at one size, and its prediction."""
+
+    job: Job
+    step: Step
+    runners_up: tuple[tuple[str, float], ...]
+    """In words, and the seconds that each loses to it."""
+
+    @property
+    def utilization(self) -> tuple[float, float, float]:
+        """Low, middle and high share of the peak."""
+        value = self.step.utilization or 0.0
+        fast, slow = self.step.interval or (self.step.total_seconds,) * 2
+        return value * self.step.total_seconds / slow, value, min(1.0, value * self.step.total_seconds / fast)
+
+
+def resized(cluster: Cluster, devices: int) -> Cluster:
+    """The cluster with so many devices. Raises SpecError if they are no whole number of its nodes."""
+    nodes, rest = divmod(devices, cluster.devices_per_node)
+    if rest or not nodes:
+        raise SpecError(f"{devices:,} devices are no whole number of nodes of {cluster.devices_per_node}; change them")
+    return replace(cluster, name=f"{cluster.name} at {devices:,}", num_nodes=nodes)
+
+
+def fastest(job: Job, devices: int, progress: Progress = lambda _: None) -> Flown | None:
+    """The fastest strategy that fits on so many devices of the job's kind; None where none does."""
+    progress(f"searching strategies for {devices:,} devices")
+    here = replace(job, cluster=resized(job.cluster, devices)) if devices != job.cluster.num_devices else job
+    try:
+        found = search(here, limit=LIMIT)
+    except SpecError:
+        return None
+    if not found.best:
+        return None
+    best, *others = found.best
+    losing = tuple((brief(other.job), other.seconds - best.seconds) for other in others)
+    return Flown(best.job, predict(best.job), losing)
+
+
+def predicted(job: Job, sizes: Sequence[int], progress: Progress = lambda _: None) -> tuple[list[int], Estimate]:
+    """The utilization that the simulator's search predicts, at the powers of two around `sizes` where a strategy fits.
+
+    Raises SpecError if it finds a strategy at none of them, or not around all sizes.
+    """
+    ends = {1 << int(np.floor(np.log2(size))) for size in sizes} | {1 << int(np.ceil(np.log2(size))) for size in sizes}
+    around = range(int(np.log2(min(ends))), int(np.log2(max(ends))) + 1)
+    flown = {1 << power: fastest(job, 1 << power, progress) for power in around}
+    known = [size for size, found in flown.items() if found]
+    lost = [size for size in sizes if not known or not known[0] <= size <= known[-1]]
+    if lost:
+        raise SpecError(
+            f"{job.name}: no strategy fits on {lost[0]:,} devices with a global_batch of {job.global_batch:,}; raise "
+            "it, leave that size out of --devices, or state --utilization"
+        )
+    return known, _utilization([found for found in flown.values() if found])
+
+
+def _utilization(flown: Sequence[Flown]) -> Estimate:
+    """With its interval, at the sizes of several flights."""
+    low, value, high = np.array([found.utilization for found in flown]).T
+    said = dict.fromkeys(remark for found in flown for remark in found.step.remarks)
+    return predicted_utilization(value, low, high, "; ".join([BASIS, *said]))
+
+
+def days_by_size(
+    job: Job,
+    training: Training,
+    sizes: Sequence[int],
+    *,
+    watts: float | None = None,
+    pue: float | None = None,
+    price: float | None = None,
+    progress: Progress = lambda _: None,
+) -> Demand:
+    """Days of a job's training on clusters of several sizes, at the utilization that the search predicts for each."""
+    known, utilization = predicted(job, sizes, progress)
+    used, device, dtype = between(sizes, known, utilization), job.cluster.device, job.precision.gemm_dtype
+    labels = [device.name] * len(sizes)
+    return demand(
+        training, sizes, peak_of(device, dtype), used, dtype=dtype, labels=labels, watts=watts, pue=pue, price=price
+    )
+
+
+def peak_of(device: Device, dtype: str) -> float:
+    """FLOP/s of a device. Raises SpecError if they are not public."""
+    peak = device.peak(dtype)
+    if peak is None:
+        raise SpecError(f"{device.name}: no public {dtype} peak; choose another --dtype, device or cluster")
+    return peak
+
+
+@dataclass(frozen=True)
+class Practice:
+    """Failures, and how a job meets them."""
+
+    failures: Failures
+    fleet: Fleet
+    recovery: Recovery
+    is_best: bool = False
+    """Whether each policy saves as often as is best for it."""
+
+    def by_policy(self, policies: Sequence[Policy] = POLICIES) -> list[Goodput]:
+        """What each policy gives; one that the fleet cannot follow is left out where there are others.
+
+        Raises SpecError if none can be followed.
+        """
+        found: list[Goodput] = []
+        faults: list[SpecError] = []
+        for policy in policies:
+            try:
+                recovery = self.recovery
+                if self.is_best:
+                    recovery = replace(recovery, interval=best_interval(self.failures, self.fleet, recovery, policy))
+                found.append(goodput(self.failures, self.fleet, recovery, policy))
+            except SpecError as fault:
+                faults.append(fault)
+        if not found:
+            raise faults[0]
+        return found
+
+
+def practice_of(job: Job, failures: Failures) -> Practice:
+    """How a job meets failures: by the default times, with spares enough, saving every ten minutes.
+
+    A replica's nodes are what its ranks fill.
+    """
+    per_node, s = job.cluster.devices_per_node, job.strategy
+    replica = max(1, -(-s.pp * s.tp * s.cp // per_node))
+    fleet = Fleet(num_devices=job.cluster.num_devices, devices_per_node=per_node, replica_nodes=replica)
+    recovery = Recovery(interval=10 * MINUTE)
+    return Practice(failures, replace(fleet, spares=enough_spares(failures, fleet, recovery)), recovery)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that the page of a plan says."""
+
+    flown: Flown
+    held: Account
+    demand: Demand
+    answers: tuple[Answer, ...]
+    optima: tuple[Optimum, ...]
+    curves: tuple[Curve, ...]
+    goodputs: list[Goodput]
+    calendars: list[Calendar]
+    remarks: tuple[str, ...]
+
+
+def plan_of(
+    job: Job,
+    tokens: float,
+    failures: Failures,
+    *,
+    watts: float | None = None,
+    pue: float | None = None,
+    price: float | None = None,
+    progress: Progress = lambda _: None,
+) -> Plan:
+    """The plan of a job: its fastest strategy, its days, its precision and what failures make of it.
+
+    Raises SpecError where no strategy fits, or a figure of the cluster is missing.
+    """
+    devices = job.cluster.num_devices
+    flown = fastest(job, devices, progress)
+    if flown is None:
+        raise SpecError(
+            f"{job.name}: no strategy fits on {devices:,} devices; `greylag search` says what would make one"
+        )
+    training = count_training(job.model, job.sequence, tokens)
+    beside = [int(devices * times) for times in SIZES if devices * times % job.cluster.devices_per_node == 0]
+    others = [(size, fastest(job, size, progress)) for size in beside]
+    fitting = [(devices, flown), *((size, found) for size, found in others if found)]
+    sizes, device, dtype = [size for size, _ in fitting], job.cluster.device, job.precision.gemm_dtype
+    asked = demand(
+        training,
+        sizes,
+        peak_of(device, dtype),
+        _utilization([found for _, found in fitting]),
+        dtype=dtype,
+        labels=[device.name] * len(sizes),
+        watts=watts,
+        pue=pue,
+        price=price,
+    )
+    useful = float(np.asarray(asked.days.value)[0])
+    goodputs = practice_of(flown.job, failures).by_policy()
+    answers, optima, curves, remarks = _precision(job, tokens)
+    stages = memory(flown.job).stages if flown.job.software.activations == "fused" else ()
+    return Plan(
+        flown=flown,
+        held=account(flown.job, flown.step.bytes, stages, FRAGMENTATION, CONTEXT),
+        demand=asked,
+        answers=answers,
+        optima=optima,
+        curves=curves,
+        goodputs=goodputs,
+        calendars=[calendar(result, useful, price) for result in goodputs],
+        remarks=remarks,
+    )
+
+
+def _precision(
+    job: Job, tokens: float
+) -> tuple[tuple[Answer, ...], tuple[Optimum, ...], tuple[Curve, ...], tuple[str, ...]]:
+    """What each law says of the job's precision; a law that cannot say it is named instead."""
+    size, answers, optima, curves, remarks = counted(job.model), [], [], [], []
+    names: tuple[LawName, ...] = ("kumar", "sun")
+    for name in names:
+        law: Law = law_named(name)
+        try:
+            precision = type(law.at_bits(16.0))(*job_precision(job, name))
+            answers.append(answer(law, size, tokens, precision))
+            optima.append(optimum(law, float(cost(size, tokens, law.bits(precision))), parameters=size))
+            curves.append(fixed_compute(law))
+        except SpecError as fault:
+            remarks.append(f"{name}: {fault}")
+    return tuple(answers), tuple(optima), tuple(curves), tuple(remarks)
+
+
+def stated_days(
+    training: Training,
+    sizes: Sequence[int],
+    device: Device | str,
+    dtype: str,
+    utilization: float,
+    *,
+    watts: float | None = None,
+    pue: float | None = None,
+    price: float | None = None,
+) -> Demand:
+    """Days of a training on so many devices of a kind (a cluster preset's name) at a stated utilization."""
+    if isinstance(device, str):
+        cluster: Cluster = load_preset("cluster", device)
+        device = cluster.device
+    labels, used = [device.name] * len(sizes), stated_utilization(utilization)
+    return demand(
+        training, sizes, peak_of(device, dtype), used, dtype=dtype, labels=labels, watts=watts, pue=pue, price=price
+    )

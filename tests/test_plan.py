@@ -1,0 +1,91 @@
+"""`greylag plan`: what each question prints, and what it refuses in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from commands import assert_one_line, greylag_here
+
+ROOT = Path(__file__).parent.parent
+JOB = str(ROOT / "jobs" / "llama-3-8b_h100_pretrain.toml")
+
+
+def said(*arguments: str) -> str:
+    result = greylag_here(ROOT, "plan", *arguments)
+    assert result.returncode == 0, result.stderr
+    return " ".join(result.stdout.split())
+
+
+def test_days_of_a_known_model_at_a_stated_utilization() -> None:
+    text = said("demand", "--model", "deepseek-v3", "--utilization", "0.359", "--devices", "5000", "--price", "2")
+    assert "3.40e24 FLOPs" in text
+    assert "│ 22 │" in text
+    assert "989.5 TFLOP/s" in text
+
+
+def test_days_of_a_job_at_the_predicted_utilization() -> None:
+    text = said("demand", JOB, "--tokens", "15e12", "--devices", "256", "--devices", "384")
+    assert "counted from dimensions" in text
+    assert "nine in ten runs like it" in text
+    assert text.count("NVIDIA H100") >= 2
+
+
+def test_the_known_models_and_their_trend(tmp_path: Path) -> None:
+    text = said("demand", "--known", "--out", str(tmp_path / "trend.html"))
+    assert "GPT-3 175B" in text
+    assert "times a year" in text
+    assert "<html" in (tmp_path / "trend.html").read_text()
+
+
+def test_a_law_answers_and_spends_a_budget(tmp_path: Path) -> None:
+    assert "loss (nats per token)" in said("precision", "--params", "8e9", "--tokens", "15e12", "--weights", "8")
+    assert "E4M3" in said("precision", "--law", "sun", "--params", "1e9", "--tokens", "1e11", "--format", "e4m3")
+    figure = tmp_path / "f.html"
+    assert "7.0 bits" in said("precision", "--budget", "1e22", "--out", str(figure))
+    assert "plotly" in figure.read_text().lower()
+
+
+def test_policies_side_by_side_with_simulated_runs() -> None:
+    text = said("goodput", "--devices", "16384", "--trials", "50", "--days", "54", "--price", "2")
+    assert all(policy in text for policy in ("restart", "spares", "eject", "skip"))
+    assert "Simulated: 50 runs of 54.0 days" in text
+    assert "100,000" in said("goodput", "--scale")
+
+
+def test_the_page_of_a_job(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    text = said(JOB, "--tokens", "15e12", "--report", str(page), "--price", "2", "--watts", "1300", "--pue", "1.2")
+    assert "Strategy: " in text
+    assert str(page) in text.replace(" ", "")
+    html = page.read_text()
+    assert "7.72e23" in html
+    assert "None" not in html
+    assert greylag_here(ROOT, "plan", JOB, "--tokens", "15e12", "--report", str(page)).returncode == 2  # it lies there
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((JOB,), ("--tokens is missing",)),
+        (("nowhere.toml", "--tokens", "1e9"), ("nowhere.toml: no such file",)),
+        (("demand",), ("nothing says what is trained",)),
+        (("demand", JOB, "--model", "gpt-3", "--tokens", "1e9"), ("JOB and --model", "give one")),
+        (("demand", "--model", "deepseek-v33", "--utilization", "0.4"), ("deepseek-v33", "did you mean")),
+        (("demand", "--model", "deepseek-v3"), ("--utilization is missing",)),
+        (("demand", "--model", "deepseek-v3", "--utilization", "1.4"), ("1.4",)),
+        (("demand", "--params", "8e9", "--utilization", "0.4"), ("--tokens is missing",)),
+        (("demand", "--known", "--tokens", "1e9"), ("--tokens has no effect",)),
+        (("demand", "--model", "gpt-3-175b", "--utilization", "0.4", "--pue", "1.2"), ("pue",)),
+        (("demand", JOB, "--tokens", "1e9", "--devices", "100000"), ("no strategy fits", "global_batch")),
+        (("precision",), ("--params and --tokens, or --budget",)),
+        (("precision", "--law", "moore", "--params", "1e9", "--tokens", "1e9"), ("'moore'", "kumar or sun")),
+        (("precision", "--params", "1e9", "--tokens", "1e9", "--format", "e4m3"), ("--format", "sun")),
+        (("precision", "--fit", "nowhere.csv"), ("nowhere.csv",)),
+        (("goodput", "--policy", "pray"), ("--policy pray",)),
+        (("goodput", "--failures", "llama-4"), ("llama-4", "did you mean")),
+        (("goodput", "--checkpoint-minutes", "often"), ("--checkpoint-minutes often",)),
+        (("goodput", "--devices", "1001"), ("1,001", "nodes")),
+    ],
+)
+def test_what_is_amiss_is_one_line(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    assert_one_line(greylag_here(ROOT, "plan", *arguments), *words)
