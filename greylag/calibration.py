@@ -18,7 +18,7 @@ from greylag.sim.fit import Fitted, fit
 from greylag.spec.cluster import Cluster, Efficiency
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
-from greylag.spec.load import load_job, load_preset
+from greylag.spec.load import load_job, load_preset, presets
 from greylag.spec.measurement import Measurements
 
 Measure = Callable[[int | None, str], Measurements | None]
@@ -52,6 +52,9 @@ class Request:
             raise SpecError(f"{self.out}: 'local' is the name of this machine's CPUs; choose another")
         if self.traces and self.ranks is not None:
             raise SpecError("--ranks: has no effect on traces, which have their own; leave it out")
+        twice = next((path for path in self.traces if self.traces.count(path) > 1), None)
+        if twice:
+            raise SpecError(f"--from-trace {twice}: is given twice; leave it out once")
         if self.job and not self.traces:
             raise SpecError("--job: is the job that was traced; give its traces by --from-trace")
         job = load_job(self.job) if self.job else None
@@ -73,6 +76,9 @@ def calibrate_accelerators(request: Request, measure: Measure | None = None) -> 
     measured = measure(request.ranks, cluster.device.kind) if measure else read_profile(request.traces)
     if measured is None:  # another rank speaks
         return
+    other = preset_of(measured.device)
+    if other and measured.device != cluster.device.name:
+        raise SpecError(f"{measured.source}: made on {measured.device}, whose data sheet is that of --cluster {other}")
     found = fit(cluster, measured)
     speed = framework_speed(job, found, measured) if job else None
     print_calibrated(cluster, found.before, found.after, found.errors, measured)
@@ -82,6 +88,12 @@ def calibrate_accelerators(request: Request, measure: Measure | None = None) -> 
         of_job = {"grouped": found.after.get("grouped"), "speed": float(f"{speed:.3g}")}
         facts = ", ".join(f"{name} = {value}" for name, value in of_job.items() if value is not None)
         print(f'In the job: software = {{ preset = "{job.software.name}", {facts} }}')
+
+
+def preset_of(device: str) -> str | None:
+    """The cluster preset of a device by its name, if there is one."""
+    found = ((name, load_preset("cluster", name)) for name in presets("clusters") if name != "local")
+    return next((name for name, cluster in found if cluster.device.name == device), None)
 
 
 def as_toml(preset: str, found: Fitted, measured: Measurements) -> str:

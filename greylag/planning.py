@@ -80,6 +80,8 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
 
 def fastest(job: Job, devices: int, progress: Progress = lambda _: None) -> Flown | None:
     """The fastest strategy that fits on so many devices of the job's kind; None where none does."""
+    if job.cluster.is_local:
+        raise SpecError(f"{job.name}: runs on this machine's CPUs; a plan needs a cluster of accelerators")
     progress(f"searching strategies for {devices:,} devices")
     here = replace(job, cluster=resized(job.cluster, devices)) if devices != job.cluster.num_devices else job
     try:
@@ -98,17 +100,26 @@ def predicted(job: Job, sizes: Sequence[int], progress: Progress = lambda _: Non
 
     Raises SpecError if it finds a strategy at none of them, or not around all sizes.
     """
-    ends = {1 << int(np.floor(np.log2(size))) for size in sizes} | {1 << int(np.ceil(np.log2(size))) for size in sizes}
-    around = range(int(np.log2(min(ends))), int(np.log2(max(ends))) + 1)
-    flown = {1 << power: fastest(job, 1 << power, progress) for power in around}
+    around = sorted({_below(size) for size in sizes} | {_above(size) for size in sizes})
+    flown = {size: fastest(job, size, progress) for size in around}
     known = [size for size, found in flown.items() if found]
-    lost = [size for size in sizes if not known or not known[0] <= size <= known[-1]]
+    lost = [size for size in sizes if not {_below(size), _above(size)} <= set(known)]
     if lost:
         raise SpecError(
             f"{job.name}: no strategy fits on {lost[0]:,} devices with a global_batch of {job.global_batch:,}; raise "
             "it, leave that size out of --devices, or state --utilization"
         )
     return known, _utilization([found for found in flown.values() if found])
+
+
+def _below(size: int) -> int:
+    """The power of two at or below."""
+    return 1 << (size.bit_length() - 1)
+
+
+def _above(size: int) -> int:
+    """The power of two at or above."""
+    return 1 << (size - 1).bit_length()
 
 
 def _utilization(flown: Sequence[Flown]) -> Estimate:
@@ -130,7 +141,7 @@ def days_by_size(
 ) -> Demand:
     """Days of a job's training on clusters of several sizes, at the utilization that the search predicts for each."""
     known, utilization = predicted(job, sizes, progress)
-    used, device, dtype = between(sizes, known, utilization), job.cluster.device, job.precision.gemm_dtype
+    used, device, dtype = between(sizes, known, utilization), job.cluster.device, dtype_of(job)
     labels = [device.name] * len(sizes)
     return demand(
         training, sizes, peak_of(device, dtype), used, dtype=dtype, labels=labels, watts=watts, pue=pue, price=price
@@ -138,11 +149,17 @@ def days_by_size(
 
 
 def peak_of(device: Device, dtype: str) -> float:
-    """FLOP/s of a device. Raises SpecError if they are not public."""
-    peak = device.peak(dtype)
-    if peak is None:
-        raise SpecError(f"{device.name}: no public {dtype} peak; choose another --dtype, device or cluster")
-    return peak
+    """FLOP/s of a device in its own units. Raises SpecError if it has none for the dtype, or they are not public."""
+    if dtype not in device.peak_tflops:
+        known = ", ".join(device.peak_tflops) or "none is public"
+        raise SpecError(f"{device.name}: no {dtype} peak; choose another --dtype ({known}), device or cluster")
+    return device.peak_tflops[dtype] * 1e12
+
+
+def dtype_of(job: Job) -> str:
+    """Whose peak a job's utilization is of: its GEMMs', or the one at which its device runs them."""
+    device, dtype = job.cluster.device, job.precision.gemm_dtype
+    return dtype if dtype in device.peak_tflops else "bf16"
 
 
 @dataclass(frozen=True)
@@ -189,7 +206,7 @@ def practice_of(job: Job, failures: Failures) -> Practice:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that the page of a plan says."""
+    """All that the page of a plan says. Calendars take the days of computing as exact; `dated` does not."""
 
     flown: Flown
     held: Account
@@ -200,6 +217,13 @@ class Plan:
     goodputs: list[Goodput]
     calendars: list[Calendar]
     remarks: tuple[str, ...]
+
+    @property
+    def dated(self) -> list[Calendar]:
+        """The calendars with the interval of computing and that of failures, end to end: no narrower than either."""
+        low, high = (float(np.asarray(end)[0]) for end in self.demand.days.bounds)
+        ends = zip(self.calendars, self.goodputs, strict=True)
+        return [replace(c, interval=(low / g.interval[1], high / g.interval[0])) for c, g in ends]
 
 
 def plan_of(
@@ -226,7 +250,7 @@ def plan_of(
     beside = [int(devices * times) for times in SIZES if devices * times % job.cluster.devices_per_node == 0]
     others = [(size, fastest(job, size, progress)) for size in beside]
     fitting = [(devices, flown), *((size, found) for size, found in others if found)]
-    sizes, device, dtype = [size for size, _ in fitting], job.cluster.device, job.precision.gemm_dtype
+    sizes, device, dtype = [size for size, _ in fitting], job.cluster.device, dtype_of(job)
     asked = demand(
         training,
         sizes,
@@ -270,6 +294,9 @@ def _precision(
             curves.append(fixed_compute(law))
         except SpecError as fault:
             remarks.append(f"{name}: {fault}")
+    if answers:
+        remarks.append("the laws count parameters without embedding and head, and a multiplication of P bits as P / 16")
+        remarks.append("the laws' losses have no interval: the papers print their constants without errors")
     return tuple(answers), tuple(optima), tuple(curves), tuple(remarks)
 
 

@@ -3,7 +3,7 @@
 It stands beside `cli`, like `planning`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -11,7 +11,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from greylag.plan.campaign import simulate
-from greylag.plan.failures import HOUR, MINUTE, load_failures
+from greylag.plan.failures import HOUR, MINUTE, Failures, count_restarts, load_failures
+from greylag.plan.failures import fit as fit_failures
 from greylag.plan.goodput import calendar, enough_spares, over_sizes
 from greylag.plan.law import answer, asked_precision, law_named, optimum
 from greylag.plan.law_fit import fit
@@ -20,7 +21,12 @@ from greylag.plan.recovery import POLICIES, Fleet, Policy, Recovery
 from greylag.planning import Practice, Progress
 from greylag.report.goodput import print_goodput, print_scale
 from greylag.report.law import print_fit, print_law_answer, print_optimum
+from greylag.report.record import STEPS, read_lines, read_record
 from greylag.spec.error import SpecError
+from greylag.spec.step import Step
+
+SCALE = (1000, 3000, 10000, 30000, 100000)
+"""Devices over which a goodput is told."""
 
 
 class Asked(NamedTuple):
@@ -73,12 +79,22 @@ def _block(text: str | None) -> float | Literal["channel"] | None:
         raise SpecError(f"--block {text}: give how many numbers share a scale (128), or channel") from None
 
 
+NO_EFFECT = {
+    "restart": ("--eject-minutes", "--spares", "--repair-hours", "--replica-nodes"),
+    "spares": ("--eject-minutes", "--replica-nodes"),
+    "skip": ("--replica-nodes",),
+}
+"""Options that a policy alone has no use for."""
+
+
 class Running(NamedTuple):
     """A run that meets failures, as the command line says it."""
 
     devices: int
     per_node: int
     failures: str
+    folders: tuple[Path, ...]
+    """Runs whose own failures count, where there are any."""
     days: float
     checkpoint_minutes: str
     checkpoint_seconds: float
@@ -119,16 +135,20 @@ class Running(NamedTuple):
 
 def goodput_of(run: Running, progress: Progress = lambda _: None) -> Callable[[], None]:
     """What failures make of a run; calling the result prints it. Raises SpecError where the run cannot be."""
-    failures, recovery, policies = load_failures(run.failures), run.recovery, run.policies
-    repair = run.repair_hours * HOUR
+    failures = own_failures(run.folders, run.per_node) if run.folders else load_failures(run.failures)
+    recovery, policies = run.recovery, run.policies
     fleet = Fleet(
-        num_devices=run.devices, devices_per_node=run.per_node, repair=repair, replica_nodes=run.replica_nodes
+        num_devices=run.devices,
+        devices_per_node=run.per_node,
+        repair=run.repair_hours * HOUR,
+        replica_nodes=run.replica_nodes,
     )
     if run.scale:
-        sizes = [n - n % run.per_node for n in (1000, 3000, 10000, 30000, 100000)]
-        fits = [size for size in sizes if "eject" not in policies or size > run.replica_nodes * run.per_node]
-        found = over_sizes(failures, fleet, recovery, policies, fits)
-        return lambda: print_scale(run.failures, found)
+        sizes = [n - n % run.per_node for n in SCALE if n >= run.per_node]
+        found = over_sizes(failures, fleet, recovery, policies, sizes)
+        if not found:
+            raise SpecError(f"--scale: {', '.join(policies)} cannot be followed at any size; lower --replica-nodes")
+        return lambda: print_scale(failures.name, found)
     spares = enough_spares(failures, fleet, recovery) if run.spares is None else run.spares
     practice = Practice(failures, replace(fleet, spares=spares), recovery, run.checkpoint_minutes == "best")
     results = practice.by_policy(policies)
@@ -139,4 +159,20 @@ def goodput_of(run: Running, progress: Progress = lambda _: None) -> Callable[[]
         own = replace(recovery, interval=result.checkpoint_interval)
         rng = np.random.default_rng(0)
         campaigns.append(simulate(failures, practice.fleet, own, result.policy, run.days, rng, run.trials, True))
-    return lambda: print_goodput(run.failures, results, calendars, campaigns)
+    lost = [policy for policy in policies if policy not in {result.policy for result in results}]
+
+    def show() -> None:
+        print_goodput(failures.name, results, calendars, campaigns)
+        for policy in lost:
+            print(f"{policy}: a replica of {fleet.replica_nodes:,} nodes is all of the job; it cannot be followed.")
+
+    return show
+
+
+def own_failures(folders: Sequence[Path], per_node: int) -> Failures:
+    """Rates of runs of one's own, by their findings and restarts. Raises SpecError where a folder is none of a run."""
+    records = [read_record(folder) for folder in folders]
+    hours = sum(sum(s.total_seconds for s in r.steps) * r.job.strategy.world for r in records) / HOUR
+    written = [read_lines(folder / STEPS, Step)[0] for folder in folders]
+    restarts = sum(count_restarts(steps) for steps in written)
+    return fit_failures([r.findings for r in records], hours, restarts, per_node, f"{len(folders)} runs of your own")

@@ -64,11 +64,11 @@ class Grid:
     """Without suffix."""
 
     def flights(self) -> dict[str, Flight]:
-        """By name: all sizes and tokens of one recipe before the next."""
+        """By name: all sizes and recipes of one number of tokens before the next."""
         return {
             (name := f"{recipe}_{size}_{steps}"): Flight(self.study, name, _job(size, recipe, steps))
-            for recipe in self.recipes
             for steps in self.steps
+            for recipe in self.recipes
             for size in self.sizes
         }
 
@@ -87,12 +87,20 @@ def _job(size: str, recipe: str, steps: int) -> dict:
     return job
 
 
+def recorded(grid: Grid) -> dict[str, dict]:
+    """What the JSON beside this file holds, by run: those need not be flown again."""
+    path = grid.results.with_suffix(".json")
+    return json.loads(path.read_text())["runs"] if path.exists() else {}
+
+
 def write(grid: Grid) -> list[dict]:
-    """Write the results of all runs that have ended; returns them."""
-    rows = {}
+    """Write the results of all runs that have ended, those recorded before among them; returns them."""
+    rows, before = {}, recorded(grid)
     for name, flight in grid.flights().items():
         result = flight.result()
-        if result:
+        if name in before:
+            rows[name] = before[name]
+        elif result:
             job: Job = job_from(flight.table, name)
             exponent, mantissa, block = job_precision(job, "sun")
             weights, activations, kv = job_precision(job, "kumar")
@@ -176,18 +184,21 @@ def plot(grid: Grid, rows: list[dict], fits: dict[str, Fit], curves: dict[str, C
     """Left: loss over bits against FP32, and what the laws make of it; right: both at fixed compute."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     high = {(r["parameters"], r["tokens"]): r["validation_loss"] for r in rows if r["run"].startswith("fp32")}
+    sizes = sorted({parameters for parameters, _ in high})
     for row in rows:
         base = high.get((row["parameters"], row["tokens"]))
         if base and not row["run"].startswith("fp32"):
-            size = list(high).index((row["parameters"], row["tokens"]))
-            left.scatter(row["weights"], 100 * (row["validation_loss"] / base - 1), color=f"C{size}", s=14)
-    for number, (parameters, tokens) in enumerate(high):
+            colour = f"C{sizes.index(row['parameters'])}"
+            left.scatter(row["weights"], 100 * (row["validation_loss"] / base - 1), color=colour, s=14)
+    tokens = sorted({row["tokens"] for row in rows})
+    tokens = tokens[len(tokens) // 2]
+    for number, parameters in enumerate(sizes):
         for law, style in (("kumar", "-"), ("sun", ":")):
             if law in fits:
                 made, bits = fits[law].law, np.geomspace(4, 16, 60)
                 loss = made.loss(parameters, tokens, made.at_bits(bits))
                 top = made.loss(parameters, tokens, made.at_bits(32.0))
-                label = f"{parameters / 1e6:.1f} M, {tokens / 1e6:.1f} M tokens" if style == "-" else None
+                label = f"{law}, {parameters / 1e6:.1f} M, {tokens / 1e6:.1f} M tokens"
                 left.plot(bits, 100 * (loss / top - 1), color=f"C{number}", linestyle=style, linewidth=1, label=label)
     left.set_xlabel("bits")
     left.set_ylabel("held-out loss against FP32, %")
@@ -212,6 +223,7 @@ def main() -> None:
     options = parser.parse_args()
     grid = QUICK if options.quick else FULL
     flights = [f for f in grid.flights().values() if not options.recipes or f.name.split("_")[0] in options.recipes]
+    flights = [f for f in flights if f.name not in recorded(grid)]
     fly(flights, options.workers, lambda: write(grid) and None)
     print(conclude(grid, write(grid)))
 

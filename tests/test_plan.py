@@ -7,6 +7,7 @@ import pytest
 from commands import assert_one_line, greylag_here
 
 ROOT = Path(__file__).parent.parent
+A100 = ("demand", "--params", "8e9", "--tokens", "1e12", "--utilization", "0.4", "--device", "a100")
 JOB = str(ROOT / "jobs" / "llama-3-8b_h100_pretrain.toml")
 
 
@@ -74,7 +75,33 @@ def test_the_page_of_a_job(tmp_path: Path) -> None:
         (("demand", "--model", "deepseek-v3"), ("--utilization is missing",)),
         (("demand", "--model", "deepseek-v3", "--utilization", "1.4"), ("1.4",)),
         (("demand", "--params", "8e9", "--utilization", "0.4"), ("--tokens is missing",)),
-        (("demand", "--known", "--tokens", "1e9"), ("--tokens has no effect",)),
+        (("demand", "--known", "--tokens", "1e9"), ("--tokens: no effect beside --known",)),
+        (("demand", "--known", "--price", "2", "--pue", "1.1"), ("--price and --pue: no effect",)),
+        (("demand", JOB, "--tokens", "1e9", "--utilization", "0.4", "--device", "a100"), ("--device: no effect",)),
+        (
+            (
+                "demand",
+                "--params",
+                "8e9",
+                "--tokens",
+                "1e12",
+                "--utilization",
+                "0.4",
+                "--device",
+                "a100",
+                "--dtype",
+                "fp8",
+            ),
+            ("no fp8 peak",),
+        ),
+        ((str(ROOT / "jobs" / "first_flight.toml"), "--tokens", "1e9"), ("a plan needs a cluster of accelerators",)),
+        (("precision", "--budget", "1e24", "--weights", "4"), ("--weights: no effect",)),
+        (("precision", "--fit", "x.csv", "--budget", "1e24"), ("--budget: no effect beside a fit",)),
+        (("goodput", "--policy", "restart", "--spares", "3"), ("--spares: no effect beside --policy restart",)),
+        (("goodput", "--scale", "--days", "3", "--trials", "5"), ("--days and --trials: no effect beside --scale",)),
+        (("goodput", "--scale", "--policy", "eject", "--replica-nodes", "100000"), ("cannot be followed",)),
+        (("goodput", "--price", "-1"), ("price: -1",)),
+        (("goodput", "--devices", "10000000", "--repair-hours", "100000"), ("nodes would be in repair",)),
         (("demand", "--model", "gpt-3-175b", "--utilization", "0.4", "--pue", "1.2"), ("pue",)),
         (("demand", JOB, "--tokens", "1e9", "--devices", "100000"), ("no strategy fits", "global_batch")),
         (("precision",), ("--params and --tokens, or --budget",)),

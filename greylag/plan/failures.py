@@ -60,6 +60,8 @@ class Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     name: str
     node_days: float
+    source: str = ""
+    """Who counted them, for a report."""
     devices_per_node: int = 8
     """Of the nodes that were counted."""
     causes: dict[Kind, dict[str, int]] = {}

@@ -9,6 +9,7 @@ Exact for stops, rollbacks, spares and waiting, in the long run. To first order 
 nodes, and that a missing replica can be missing during a stall.
 """
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from greylag.plan.failures import Failures, Rates
 from greylag.plan.recovery import Fleet, Policy, Recovery, Response, job_rates, respond
 from greylag.spec.error import SpecError
 
+MOST_SPARES = 1_000_000
+"""Nodes in repair beyond which nothing is counted any more."""
 LOSSES = (
     "saving checkpoints",
     "detecting",
@@ -108,12 +111,17 @@ def goodput(failures: Failures, fleet: Fleet, recovery: Recovery, policy: Policy
 def over_sizes(
     failures: Failures, fleet: Fleet, recovery: Recovery, policies: Sequence[Policy], sizes: Iterable[int]
 ) -> list[Goodput]:
-    """The same at several numbers of devices, by size and policy, with the spares that are enough at each size."""
+    """The same at several numbers of devices, by size and policy, with the spares that are enough at each size.
+
+    A policy that a job of some size cannot follow (ejecting the only replica) is left out there.
+    """
     found = []
     for size in sizes:
         other = msgspec.structs.replace(fleet, num_devices=size)
         other = msgspec.structs.replace(other, spares=enough_spares(failures, other, recovery))
-        found += [goodput(failures, other, recovery, policy) for policy in policies]
+        for policy in policies:
+            with contextlib.suppress(SpecError):
+                found.append(goodput(failures, other, recovery, policy))
     return found
 
 
@@ -247,6 +255,11 @@ def _remarks(failures: Failures, policy: Policy) -> tuple[str, ...]:
         said.append(f"no slow nodes are counted in {failures.name}; they cost time too")
     if not counts["corruption"]:
         said.append(f"no silent corruption is counted in {failures.name}; it costs time too")
+    if not counts["software"] and policy in ("eject", "skip"):
+        said.append(
+            f"{failures.name} tells no software failures apart, which would take the whole job back to a checkpoint: "
+            f"{policy} is flattered"
+        )
     if policy == "restart":
         said.append("restart takes each node from a pool that never runs out")
     if policy == "skip":
@@ -261,10 +274,21 @@ def enough_spares(failures: Failures, fleet: Fleet, recovery: Recovery, waiting:
     """The fewest spare nodes with which `spares` waits for repair in no more than this share of its time."""
     rates, response = job_rates(failures, fleet), respond("spares", fleet, recovery)
     taken = rates.node + rates.slow + rates.corruption
-    spares = 0
-    while _missing(taken, msgspec.structs.replace(fleet, spares=spares), recovery, response)[0] > waiting:
-        spares += 1
-    return spares
+
+    def waits(spares: int) -> bool:
+        return _missing(taken, msgspec.structs.replace(fleet, spares=spares), recovery, response)[0] > waiting
+
+    if taken * fleet.repair > MOST_SPARES:
+        raise SpecError(
+            f"{taken * fleet.repair:,.0f} nodes would be in repair at a time; shorten the repair, or look at the rates"
+        )
+    low, high = -1, 1
+    while waits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if waits(middle) else (low, middle)
+    return high
 
 
 def calendar(
@@ -280,6 +304,8 @@ def calendar(
     """
     if not 0 < useful_days < float("inf"):
         raise SpecError(f"days: {useful_days}; give the days that the run would take if nothing failed")
+    if price is not None and not 0 < price < float("inf"):
+        raise SpecError(f"price: {price:g}; give what a device-hour costs, or leave it out")
     if not result.goodput:
         raise SpecError(
             f"{result.policy}: nothing is kept with a checkpoint every {result.checkpoint_interval:,.0f} s and a "

@@ -166,7 +166,8 @@ def asked_precision(
 ) -> tuple[Kumar | Sun, Any]:
     """The precision of a question in the law's own terms, and the law, whose choices have its block.
 
-    Bits that are not given are 16, a format BF16, a block 128. Raises SpecError where the law cannot say it.
+    What is not given: 16 bits (or a fit's own, where it knows no others), BF16, a block of 128. Raises SpecError where
+    the law cannot say it.
     """
     if isinstance(law, Kumar):
         if format is not None or block is not None:
@@ -178,7 +179,8 @@ def asked_precision(
         for name, bits in given.items():
             if bits is not None and not 0 < bits <= 64:
                 raise SpecError(f"--{name} {bits:g}: give bits, from 3 to 32")
-        return law, Bits(*(16.0 if bits is None else float(bits) for bits in given.values()))
+        usual = dict(law.held)
+        return law, Bits(*(usual.get(n, 16.0) if bits is None else float(bits) for n, bits in given.items()))
     for name, bits in (("weights", weights), ("activations", activations), ("kv", kv)):
         if bits is not None:
             raise SpecError(
@@ -287,7 +289,9 @@ def fixed_compute(law: Law, product: float = FIGURE_PRODUCT, tokens: float = FIG
     bits = np.geomspace(max(4.0, law.bits_sought[0]), law.bits_sought[1], 200)
     choices = tuple(choice(name, p) for name, p in law.choices().items())
     first = choice(f"{best:.1f} bits", law.at_bits(best))
-    return Curve(law.name, law.source, tokens, product, bits, loss(bits), first, choices, (*_at_an_end(law, best), *law.remarks))
+    return Curve(
+        law.name, law.source, tokens, product, bits, loss(bits), first, choices, (*_at_an_end(law, best), *law.remarks)
+    )
 
 
 def minimum(of: Callable[[Floats], Floats], low: Floats, high: Floats) -> Floats:

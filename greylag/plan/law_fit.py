@@ -9,7 +9,7 @@ not of one run, whose noise comes on top. `resampled` (a bootstrap of residuals)
 the constants, such as the best precision.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,16 +23,16 @@ from greylag.plan.sun import Sun
 from greylag.spec.error import SpecError
 
 LEVEL = 0.95
-STARTS = 24
-"""Of the search for the least squares; most of them end in the same place."""
+STARTS = 16
+"""Of the search for the least squares; half of them or more end in the same place."""
 MOST_TRIES, HELD_TRIES = 1000, 100
 """Evaluations of a search, and of a step of a profile: sound ones need fewer, along a flat valley none would end."""
 WIDE = 10.0
 """A constant whose interval spans so many times is not determined; so is one whose interval is open."""
 FARTHEST = float(np.log(1e9))
 """A profile that has not risen so far out, in logarithms, is open."""
-PLACES, APART = 3, 0.5
-"""Places that a profile starts from, and how far apart they lie: half a unit of some logarithm."""
+ALONG = 5
+"""Places that are tried along each coordinate; those as good as the best are where profiles may start."""
 LEAST_NOISE = 1e-9
 """Runs without any noise (a law's own losses) have intervals of this order."""
 STIFF = 1e3
@@ -115,25 +115,45 @@ class Problem:
     def __init__(self, form: Form, runs: Runs, seed: int = 0) -> None:
         self.form, self.runs, self.log_loss = form, runs, np.log(runs.loss)
         generator = np.random.default_rng(seed)
-        found = [self._search(self.residuals, form.start(generator)) for _ in range(STARTS)]
+        starts = [form.start(generator) for _ in range(STARTS)]
+        found = [self._search(self.residuals, start) for start in starts]
         self.theta = min(found, key=lambda theta: _squares(self.residuals(theta)))
         self.freedom = len(runs.loss) - len(self.theta)
         self.squares = _squares(self.residuals(self.theta))
         self.noise = float(np.sqrt(self.squares / self.freedom))
-        self.places = self._places(found)
+        pool = [*found, *self._along_valleys(np.array(starts))]
+        self.places = [self.theta, *(theta for theta in pool if self.rise(theta) < self.most)]
 
-    def _places(self, found: Sequence[Floats]) -> list[Floats]:
-        """The best place, and others as good that lie apart, the farthest first: ends of searches along a flat valley.
+    @property
+    def most(self) -> float:
+        """Standard errors by which the squares may rise within an interval."""
+        from scipy.stats import t
 
-        A profile that began at one alone could be stuck where the squares no longer feel a constant.
+        return float(t.ppf((1 + LEVEL) / 2, self.freedom))
+
+    def rise(self, theta: Floats) -> float:
+        """By how many standard errors the squares of a place lie above the least."""
+        above = _squares(self.residuals(theta)) - self.squares
+        return float(np.sqrt(max(above, 0.0))) / max(self.noise, LEAST_NOISE)
+
+    def _along_valleys(self, starts: Floats) -> list[Floats]:
+        """Where the search comes to if one coordinate after the other is held where the starts have it.
+
+        A search may end far along a flat valley, where the squares no longer feel a constant: no profile could leave
+        that place, which these surround.
         """
-        most = self.squares + max(self.noise, LEAST_NOISE) ** 2
-        good, places = [theta for theta in found if _squares(self.residuals(theta)) <= most], [self.theta]
-        while len(places) < PLACES:
-            apart = [min(float(np.abs(theta - other).max()) for other in places) for theta in good]
-            if max(apart) < APART:
-                break
-            places.append(good[int(np.argmax(apart))])
+        places = []
+        for coordinate, values in enumerate(np.quantile(starts, np.linspace(0, 1, ALONG), axis=0).T):
+            for value in values:
+                rest = np.delete(self.theta, coordinate)
+
+                def whole(rest: Floats, coordinate: int = coordinate, value: float = value) -> Floats:
+                    return np.insert(rest, coordinate, value)
+
+                def residuals(rest: Floats, whole: Callable[[Floats], Floats] = whole) -> Floats:
+                    return self.residuals(whole(rest))
+
+                places.append(whole(self._search(residuals, rest, HELD_TRIES)))
         return places
 
     def residuals(self, theta: Floats) -> Floats:
@@ -145,15 +165,20 @@ class Problem:
 
     def profile(self, of: Callable[[Floats], float]) -> tuple[float, float, float]:
         """Low end, value and high end of a function of the constants, on the scale that it is given in."""
-        from scipy.stats import t
-
-        most = float(t.ppf((1 + LEVEL) / 2, self.freedom))
-        low, high = [], []
-        for place in self.places:
-            value, step = of(place), self._error(of, place)
-            low.append(value + self._end(of, place, -step, most))
-            high.append(value + self._end(of, place, step, most))
-        return min(low), of(self.theta), max(high)
+        values = np.array([of(place) for place in self.places])
+        values[np.isnan(values)] = values[0]
+        error, ends = self._error(of, self.theta), []
+        for side, farthest in ((-1.0, int(values.argmin())), (1.0, int(values.argmax()))):
+            with np.errstate(invalid="ignore"):  # a constant of 0 has no logarithm to begin from
+                reached = [values[0] + self._end(of, self.theta, side * error)]
+                is_beyond = not side * (values[farthest] - values[0]) <= self.most * error
+            if is_beyond:  # what the best place could see
+                place = self.places[farthest]
+                reached.append(values[farthest])
+                if np.isfinite(values[farthest]):
+                    reached.append(values[farthest] + self._end(of, place, side * self._error(of, place)))
+            ends.append(side * max((side * end for end in reached if not np.isnan(end)), default=np.inf))
+        return float(ends[0]), float(values[0]), float(ends[1])
 
     def resampled(self, number: int, seed: int) -> list[Kumar | Sun]:
         """See `Fit.resampled`. Residuals are widened by what the fit has taken off them."""
@@ -166,9 +191,10 @@ class Problem:
 
         return [refitted(self.residuals(self.theta) - generator.choice(off, len(off))) for _ in range(number)]
 
-    def _end(self, of: Callable[[Floats], float], place: Floats, step: float, most: float) -> float:
+    def _end(self, of: Callable[[Floats], float], place: Floats, step: float) -> float:
         """How far from its value at a place the profile rises to `most` standard errors; infinite if it never does."""
-        theta, value, inside, at = place, of(place), (0.0, 0.0), step
+        theta, value, most, at = place, of(place), self.most, step
+        inside = (0.0, self.rise(place))
         for _ in range(30):
             theta, reached, rise = self._held(of, value + at, abs(step), theta)
             if rise >= most:
@@ -203,8 +229,7 @@ class Problem:
             return np.append(self.residuals(theta), miss)
 
         theta = self._search(residuals, start, HELD_TRIES)
-        rise = (_squares(self.residuals(theta)) - self.squares) / noise**2
-        return theta, of(theta), float(np.sqrt(max(rise, 0.0)))
+        return theta, of(theta), self.rise(theta)
 
     def _error(self, of: Callable[[Floats], float], at: Floats) -> float:
         """Standard error by the covariance, the first step of a profile; 1 where the squares are flat."""

@@ -23,8 +23,11 @@ def print_calibrated(
 ) -> None:
     """Print the constants that changed, how far each kind of kernel is off by them, and what was not understood."""
     console = console or Console()
-    console.print(f"[bold]{escape(measured.device)}[/], by {escape(measured.source)}", highlight=False)
-    if measured.device != cluster.device.name:
+    console.print(
+        f"[bold]{escape(measured.device or 'A device without a name')}[/], by {escape(measured.source)}",
+        highlight=False,
+    )
+    if measured.device not in ("", cluster.device.name):
         said = f"The data sheet is that of {cluster.device.name}; give another --cluster if that is another device."
         console.print(said, markup=False, highlight=False)
     constants = table_of("constant", cluster.name, "measured")

@@ -143,6 +143,7 @@ def print_goodput(
         if any(dated.money is not None for dated in calendars):
             table.add_row("cost of both", *(count(dated.money) for dated in calendars))
     console.print(table)
+    console.print("Nine in ten: by the count of failures that the rates rest on.", highlight=False)
     if campaigns:
         told = f"Simulated: {campaigns[0].trials:,} runs of {digits(campaigns[0].days)} days each."
         console.print(told, highlight=False)
@@ -156,7 +157,7 @@ def print_scale(source: str, results: Sequence[Kept], console: Console | None = 
     sizes = sorted({result.num_devices for result in results})
     found = {(result.num_devices, result.policy): result for result in results}
     console.print(f"[bold]Effective time by size[/], failures as {escape(source)}", highlight=False)
-    table = table_of("devices", "spares", "fails every", *policies)
+    table = table_of("devices", "spare devices", "fails every", *policies)
     for size in sizes:
         row = [found.get((size, policy)) for policy in policies]
         some = [result for result in row if result]

@@ -22,6 +22,8 @@ from greylag.spec.ranks import Ranks
 from greylag.spec.step import PHASES, Step
 
 RANKS = "ranks.jsonl"
+LONGEST = 1e7
+"""Seconds that no phase of a step takes."""
 MOST_FIGURES = 10_000_000
 """Of a longer file the end is read: 200 steps of 4,096 ranks."""
 INSIDE = [PHASES.index(phase) for phase in ("data", "forward", "backward")]
@@ -108,6 +110,8 @@ def read_ranks(folder: Path, record: RunRecord) -> RankTimes:
         for phase, row in (*line.seconds.items(), *line.waits.items()):
             if len(row) != grid.world:
                 raise SpecError(f"{path}: step {line.step}, {phase}: of {len(row)} ranks, and the job has {grid.world}")
+            if not (np.isfinite(row).all() and 0 <= min(row) and max(row) < LONGEST):
+                raise SpecError(f"{path}: step {line.step}, {phase}: holds what is no time; remove the line")
     by_step = {line.step: line for line in lines}  # of a step that a resumed run repeats, the last
     counted = [by_step[s.number] for s in warm if s.number in by_step]
     return tabulate(counted, grid) if counted else alone(warm)

@@ -25,6 +25,8 @@ NOISE = 0.05
 """Standard deviation of a measured kernel's logarithm: what two runs of one kernel differ by."""
 WIDTH = 0.7
 """Standard deviation of a constant's logarithm around the cluster's: within a factor of two, in two of three cases."""
+TOO_WIDE = 0.5
+"""Spread of the logarithm beyond which constants say nothing of a device."""
 FEWEST = 3
 """Samples without which nothing is fitted."""
 
@@ -77,6 +79,11 @@ def fit(cluster: Cluster, measured: Measurements) -> Fitted:
     predicted = seconds(values)
     errors = {kind: predicted[kind] / np.exp(took[kind]) - 1 for kind in took}
     spread = float(np.quantile(np.abs(np.log1p(np.concatenate(list(errors.values())))), 0.9))
+    if spread > TOO_WIDE:
+        raise SpecError(
+            f"{measured.source}: one in ten kernels is more than {np.expm1(spread):.0%} off what {cluster.name} does "
+            "by any constants; is it the right --cluster, and did the device do nothing else?"
+        )
     efficiency = Efficiency(**_device(known | after))
     device = replace(
         cluster.device,
@@ -96,7 +103,8 @@ def _kinds(measured: Measurements) -> dict[str, list[Sample]]:
     }
     for sample in measured.collectives:
         kinds.setdefault(sample.collective.replace("_", "-"), []).append(sample)
-    return {kind: samples for kind, samples in kinds.items() if samples}
+    timed = {kind: [sample for sample in samples if sample.seconds > 0] for kind, samples in kinds.items()}
+    return {kind: samples for kind, samples in timed.items() if samples}
 
 
 def _seconds(cluster: Cluster, constants: dict[str, float], kinds: dict[str, list[Sample]]) -> dict[str, Floats]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from greylag.spec.cluster import Cluster
+from greylag.spec.cluster import Cluster, Efficiency
 from greylag.spec.fault import error, positive, unused
 from greylag.spec.finding import Finding
 from greylag.spec.model import Model
@@ -131,6 +131,9 @@ def _cluster(job: Job) -> Iterator[Finding]:
             yield error("cluster.device.peak_tflops", f"unknown dtype {dtype!r}", f"use {', '.join(PEAKS)}")
         elif not 0 < peak < float("inf"):
             yield error(f"cluster.device.peak_tflops.{dtype}", f"must be positive and finite, is {peak}", "change it")
+    yield from _shares("cluster.device.efficiency.", device.efficiency)
+    if device.spread is not None and device.spread > 1:
+        yield error("cluster.device.spread", f"is a share of the seconds, is {device.spread:g}", "calibrate again")
     for tier in ("node", "network"):
         link = getattr(cluster, tier)
         if link:
@@ -144,6 +147,15 @@ def _cluster(job: Job) -> Iterator[Finding]:
             f"{cluster.name!r} stands for this machine's CPUs, but the device is {device.kind}",
             "choose a name that does not begin with 'local'",
         )
+
+
+def _shares(where: str, efficiency: Efficiency) -> Iterator[Finding]:
+    """Constants that are not positive, and shares of a data sheet that are beyond it."""
+    yield from positive(where, efficiency)
+    for field in msgspec.structs.fields(efficiency):
+        value = getattr(efficiency, field.name)
+        if field.default <= 1 < value:
+            yield error(f"{where}{field.name}", f"is a share of the data sheet, is {value:g}", "give 1 or less")
 
 
 _FUSED = ("attention", "dropout", "loss", "weight_gradients", "gathered", "deterministic")

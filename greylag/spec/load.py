@@ -139,10 +139,9 @@ def _filed(value: Any, section: str, folder: Path) -> Any:
         base = model_table(folder / source)
     elif isinstance(source, str) and source.endswith(".toml"):
         base = {"name": Path(source).stem, **_read_toml(folder / source)}
-        if section == "cluster" and base["name"].partition("-")[0] == "local":
-            raise SpecError(
-                f"{folder / source}: 'local' is the name of this machine's CPUs; give the file another name"
-            )
+        named = {str(base.get(key, "")).partition("-")[0] for key in ("name", "preset")}
+        if section == "cluster" and "local" in named:
+            raise SpecError(f"{folder / source}: 'local' is the name of this machine's CPUs; give another")
     else:
         return value
     own = {key: inner for key, inner in value.items() if key != "preset"} if isinstance(value, dict) else {}

@@ -146,6 +146,13 @@ def test_the_best_plan_is_not_overtrained_and_others_waste(law):
     assert law.loss(size, shrunk / size, precision) == pytest.approx(law.loss(1e9, 1e12, precision), abs=1e-9)
 
 
+def test_a_best_precision_at_the_end_of_the_search_is_called_that():
+    narrow = replace(SUN, bits_sought=(6.0, 32.0))
+    assert fixed_compute(narrow).remarks[0].startswith("the best lies at the end of what was sought, 6 bits: fewer may")
+    assert optimum(narrow, 1e21).remarks[0].startswith("the best lies at the end")
+    assert fixed_compute(SUN).remarks == SUN.remarks
+
+
 def test_answers_say_how_far_they_extrapolate():
     found = {o.what: o.factor for o in answer(KUMAR, 8e9, 0.5e9, Bits(8, 4, 16)).outside}
     assert found == {"parameters": pytest.approx(8e9 / 220e6), "tokens": pytest.approx(3.0)}

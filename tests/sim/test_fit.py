@@ -90,8 +90,14 @@ def test_a_few_wild_samples_do_not_move_it(cluster: Cluster) -> None:
 
 
 def test_faster_than_the_data_sheet_stays_at_it(cluster: Cluster) -> None:
-    moves = [MoveSample(bytes=s, seconds=s / 9e12) for s in (1e8, 1e9, 4e9)]
+    moves = [MoveSample(bytes=s, seconds=s / 4e12) for s in (1e8, 1e9, 4e9)]
     assert fit(cluster, Measurements(device="d", source="s", moves=moves)).after["memory"] <= 1.0
+
+
+def test_kernels_of_another_device_are_refused(cluster: Cluster) -> None:
+    moves = [MoveSample(bytes=s, seconds=s / 2e13) for s in (1e8, 1e9, 4e9)]
+    with pytest.raises(SpecError, match="is it the right --cluster"):
+        fit(cluster, Measurements(device="d", source="s", moves=moves))
 
 
 def test_too_few_samples(cluster: Cluster) -> None:
