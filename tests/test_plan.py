@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from commands import assert_one_line, greylag_here
+from greylag.spec import Finding, Step, load_job
 
 ROOT = Path(__file__).parent.parent
 A100 = ("demand", "--params", "8e9", "--tokens", "1e12", "--utilization", "0.4", "--device", "a100")
@@ -51,6 +53,21 @@ def test_policies_side_by_side_with_simulated_runs() -> None:
     assert all(policy in text for policy in ("restart", "spares", "eject", "skip"))
     assert "Simulated: 50 runs of 54.0 days" in text
     assert "100,000" in said("goodput", "--scale")
+
+
+def test_rates_of_runs_of_ones_own(tmp_path: Path) -> None:
+    """16 nodes for 100 hours, stopped once by a device and taken up again."""
+    job = load_job(JOB)
+    steps = [Step(source="measured", number=n, seconds={"forward": 3600.0}, tokens=1, flops=1.0) for n in [*range(1, 51), *range(50, 100)]]
+    found = Finding(level="error", what="a GPU fell off the bus", where="rank 3", step=50)
+    (tmp_path / "job.json").write_bytes(msgspec.json.encode(job))
+    for name, records in {"steps": steps, "findings": [found]}.items():
+        lines = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_bytes(lines)
+    text = said("goodput", "--devices", "128", "--failures-from", str(tmp_path), "--policy", "restart")
+    assert "1 runs of your own: one every 99.0 h" in text
+    with_other = greylag_here(ROOT, "plan", "goodput", "--failures-from", str(tmp_path), "--failures", "llama-3")
+    assert_one_line(with_other, "--failures: no effect beside --failures-from")
 
 
 def test_the_page_of_a_job(tmp_path: Path) -> None:
