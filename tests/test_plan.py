@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from commands import assert_one_line, greylag_here
 from greylag.spec import Finding, Step, load_job
@@ -58,7 +59,8 @@ def test_policies_side_by_side_with_simulated_runs() -> None:
 def test_rates_of_runs_of_ones_own(tmp_path: Path) -> None:
     """16 nodes for 100 hours, stopped once by a device and taken up again."""
     job = load_job(JOB)
-    steps = [Step(source="measured", number=n, seconds={"forward": 3600.0}, tokens=1, flops=1.0) for n in [*range(1, 51), *range(50, 100)]]
+    hour = Step(source="measured", seconds={"forward": 3600.0}, tokens=1, flops=1.0)
+    steps = [replace(hour, number=number) for number in [*range(1, 51), *range(50, 100)]]
     found = Finding(level="error", what="a GPU fell off the bus", where="rank 3", step=50)
     (tmp_path / "job.json").write_bytes(msgspec.json.encode(job))
     for name, records in {"steps": steps, "findings": [found]}.items():
