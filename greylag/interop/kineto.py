@@ -119,10 +119,10 @@ GRAPH = Event(name="kernels in CUDA graphs, whose operators are not recorded")
 """In place of an operator."""
 
 
-class _File(msgspec.Struct):
-    traceEvents: list[msgspec.Raw] | None = None  # noqa: N815 (the format's name)
-    deviceProperties: list[dict[str, Any]] = []  # noqa: N815
-    distributedInfo: dict[str, Any] | None = None  # noqa: N815
+class _File(msgspec.Struct, rename="camel"):
+    trace_events: list[msgspec.Raw] | None = None
+    device_properties: list[dict[str, Any]] = []
+    distributed_info: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def read_trace(path: Path) -> Trace:
         raise SpecError(f"{path}: no GPU kernels in it, it was made on CPU alone; profile with ProfilerActivity.CUDA")
     calls = by["cuda_runtime"] + by["cuda_driver"]
     launches = {call.args.correlation: call for call in calls if call.args.correlation is not None}
-    rank = (file.distributedInfo or {}).get("rank")
+    rank = (file.distributed_info or {}).get("rank")
     return Trace(
         path=path,
         device=_device(file, kernels, path),
@@ -178,10 +178,10 @@ def _decode(path: Path) -> tuple[_File, list[Event]]:
         if content[:2] == b"\x1f\x8b":
             content = gzip.decompress(content)
         file = msgspec.json.decode(content, type=_File, strict=False)
-        if file.traceEvents is None:
+        if file.trace_events is None:
             raise SpecError(f"{path}: no 'traceEvents' in it; {said}")
         decode = msgspec.json.Decoder(Event, strict=False).decode
-        return file, [decode(raw) for raw in file.traceEvents if _WANTED.search(raw)]
+        return file, [decode(raw) for raw in file.trace_events if _WANTED.search(raw)]
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file; {said}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error):
@@ -197,7 +197,7 @@ def _decode(path: Path) -> tuple[_File, list[Event]]:
 def _device(file: _File, kernels: Iterable[Event], path: Path) -> str:
     """The name of the device that the kernels ran on. ROCm numbers it otherwise than the list, whose names then do."""
     used = {kernel.args.device for kernel in kernels}
-    listed = [(device.get("id"), str(device.get("name", ""))) for device in file.deviceProperties]
+    listed = [(device.get("id"), str(device.get("name", ""))) for device in file.device_properties]
     names = {name for number, name in listed if number in used} or {name for _, name in listed}
     if len(names) > 1:
         raise SpecError(f"{path}: kernels on {' and '.join(sorted(names))}; give traces of one kind of device")

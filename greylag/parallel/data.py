@@ -49,8 +49,8 @@ def shard(
     if world.device.type == "cpu":  # on a device they run on streams of their own
         for module in (*layers, model):
             assert isinstance(module, FSDPModule)
-            module.set_custom_all_gather(NotedGather(world.waits))  # type: ignore[arg-type]  # by shape
-            module.set_custom_reduce_scatter(NotedScatter(world.waits))  # type: ignore[arg-type]
+            module.set_custom_all_gather(NotedGather(world.waits))
+            module.set_custom_reduce_scatter(NotedScatter(world.waits))
     if names:
         Agreement(model, names, mesh.get_group(), world.waits)
 

@@ -6,11 +6,11 @@ the calling thread up, which can be timed. On a device collectives run beside th
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 _gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -33,42 +33,25 @@ class Waits:
             self.seconds += time.perf_counter() - begin
 
 
-class NotedGather:
+class NotedGather(DefaultAllGather):
     """FSDP2's own all-gather, noted. For `FSDPModule.set_custom_all_gather`."""
 
     def __init__(self, waits: Waits) -> None:
         self.waits = waits
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is gathered."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
+    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
         """Gather."""
         with self.waits.noted():
-            return _gather(output_tensor, input_tensor, group=group, async_op=async_op)
+            return super().__call__(*arguments, **options)
 
 
-class NotedScatter:
+class NotedScatter(DefaultReduceScatter):
     """FSDP2's own reduce-scatter, noted. For `FSDPModule.set_custom_reduce_scatter`."""
 
     def __init__(self, waits: Waits) -> None:
         self.waits = waits
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is reduced."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
+    def __call__(self, *arguments: Any, **options: Any) -> dist.Work:
         """Reduce and scatter."""
         with self.waits.noted():
-            return _scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+            return super().__call__(*arguments, **options)

@@ -22,12 +22,6 @@ from greylag.spec.work import flops_per_token
 HOUR, DAY = 3600.0, 86400.0
 """Seconds."""
 
-TALK_UTILIZATION = {1024: 0.3985, 5000: 0.359, 10_000: 0.307}
-"""Share of an H100's dense BF16 peak (989.5 TFLOP/s, NVIDIA H100 data sheet) by devices: talk of Moore Threads, WAIC,
-July 2025. The talk shows days (DeepSeek-V3, 3.4e24 FLOPs: 97, 22, 13; Kimi K2, 2.98e24: 85, 19, 11; GPT-4, about
-2.1e25: 602, 137, 80) and says that utilization falls as clusters grow; these are what its days imply. All nine round
-right for 0.3984 to 0.3987, 0.3576 to 0.3599 and 0.3052 to 0.3089."""
-
 BEYOND_SIX_ND = (0.93, 1.24)
 """What counting gives over 6 x active parameters x tokens, least and most of the models of `presets/trained.toml` whose
 dimensions are public (tests/plan hold it): 6 N D counts the look-up of embeddings and leaves attention out."""

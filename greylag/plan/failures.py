@@ -82,10 +82,6 @@ class Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """The exposure."""
         return self.node_days * self.devices_per_node * DAY
 
-    def per_node_day(self, devices_per_node: int = 8) -> float:
-        """Failures of every class per day of a node of so many devices."""
-        return self.count / self.device_seconds * devices_per_node * DAY
-
     def rates(self, end: End = "middle", level: float = LEVEL) -> Rates:
         """Failures per second and device: as counted, or at an end of the interval of all of them together.
 
@@ -114,11 +110,6 @@ class Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def mttf_interval(self, num_devices: int) -> tuple[float, float]:
         """Between what the mean seconds lie."""
         return self.mttf(num_devices, "high"), self.mttf(num_devices, "low")
-
-    def also(self, kind: Kind, cause: str, count: int) -> "Failures":
-        """These, and others that were counted over the same node-days: slow nodes, which no preset counts."""
-        causes = {**self.causes, kind: {**self.causes.get(kind, {}), cause: count}}
-        return msgspec.structs.replace(self, causes=causes)
 
 
 def load_failures(name: str) -> Failures:

@@ -123,10 +123,9 @@ def layout(name: str, block: float | Literal["channel"] = BLOCK) -> Layout:
     size = CHANNEL if block == "channel" else float(block)
     if not 1 <= size < float("inf"):
         raise SpecError(f"--block {block}: give how many numbers share a scale (128), or channel")
-    known = NAMES.get(name.lower())
     match = _LAYOUT.fullmatch(name.lower())
-    if known is None and match is None:
+    split = NAMES.get(name.lower()) or (match and (int(match[1]), int(match[2])))
+    if split is None:
         hint = {"fp8": "e4m3 or e5m2", "fp6": "e2m3 or e3m2", "fp4": "e2m1"}.get(name.lower(), "bf16, e4m3 or e2m1")
         raise SpecError(f"--format {name!r}: no format by that name; write its exponent and mantissa bits ({hint})")
-    exponent, mantissa = known or (int(match[1]), int(match[2]))  # type: ignore[index]
-    return Layout(float(exponent), float(mantissa), size)
+    return Layout(float(split[0]), float(split[1]), size)

@@ -48,7 +48,7 @@ def test_they_agree_where_spares_run_out(devices, spares, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_they_agree_on_slow_nodes_and_corruption(policy):
     """Ten times Llama 3's rate of corruption, noticed after three hours, and two slow nodes a day."""
-    failures = LLAMA.also("corruption", "more", 54).also("slow", "more", 108)
+    failures = replace(LLAMA, causes={**LLAMA.causes, "corruption": {"more": 60}, "slow": {"more": 108}})
     fleet = Fleet(num_devices=16_384, spares=40)
     simulated, exact = both(failures, fleet, Recovery(notice=3 * HOUR), policy, trials=200)
     agree(simulated, exact)

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from greylag.plan.demand import (
     BEYOND_SIX_ND,
-    TALK_UTILIZATION,
     Demand,
     approximate_training,
     between,
@@ -32,6 +31,11 @@ from greylag.spec.work import flops_per_token
 H100 = load_preset("cluster", "h100").device.peak("bf16")
 MODELS = known_models()
 COUNTED = [model for model in MODELS if "dimensions" in model.ways]
+TALK_UTILIZATION = {1024: 0.3985, 5000: 0.359, 10_000: 0.307}
+"""Share of an H100's dense BF16 peak (989.5 TFLOP/s, NVIDIA H100 data sheet) by devices: talk of Moore Threads, WAIC,
+July 2025. The talk shows days (DeepSeek-V3, 3.4e24 FLOPs: 97, 22, 13; Kimi K2, 2.98e24: 85, 19, 11; GPT-4, about
+2.1e25: 602, 137, 80) and says that utilization falls as clusters grow; these are what its days imply. All nine round
+right for 0.3984 to 0.3987, 0.3576 to 0.3599 and 0.3052 to 0.3089."""
 RELATIVE = {"gopher-280b", "chinchilla-70b"}
 """Their relative positions have parameters that a Model lacks."""
 

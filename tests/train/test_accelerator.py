@@ -28,11 +28,13 @@ SIZES = Sizes(
 NOTHING = Sizes(gemms=((8, 8, 8),), accumulating=(), grouped=(), attention=(), moves=(), messages=(), warm_up=0.0)
 
 
-def measure_here(rank: int, world: int, local_world: int, sizes: Sizes, *asked: object) -> Measurements | str | None:
+def measure_here(
+    rank: int, world: int, local_world: int, sizes: Sizes, asked: int | None = None, device_type: str = "cpu"
+) -> Measurements | str | None:
     """As a rank that a launcher made, on a node of `local_world`; the message if it is refused."""
     os.environ.update(LOCAL_WORLD_SIZE=str(local_world), LOCAL_RANK=str(rank % local_world))
     try:
-        return measure_accelerators(*(asked or (None, "cpu")), sizes)  # type: ignore[arg-type]
+        return measure_accelerators(asked, device_type, sizes)
     except SpecError as error:
         return str(error)
 
