@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-import numpy as np
 from rich.progress import track
 
 from greylag.spec import Step
+from truth_rows.score import spearman
 
 ROOT = Path(__file__).parent.parent
 BASE = ROOT / "jobs" / "first_flight.toml"
@@ -103,15 +103,6 @@ def fly(home: Path, number: int, name: str, steps: int) -> Flight:
     return Flight(name, predicted, [msgspec.json.decode(line, type=Step) for line in lines])
 
 
-def rank_correlation(flights: list[Flight]) -> float:
-    """Spearman's, of predicted and measured step times."""
-    ranks = [
-        np.argsort(np.argsort([f.predicted.total_seconds for f in flights])),
-        np.argsort(np.argsort([f.seconds for f in flights])),
-    ]
-    return float(np.corrcoef(*ranks)[0, 1])
-
-
 def main() -> None:
     """Calibrate, fly, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,10 +123,11 @@ def main() -> None:
             print(flights[-1].line(), flush=True)
             if chosen.phases:
                 print(flights[-1].phases())
+    predicted, measured = [f.predicted.total_seconds for f in flights], [f.seconds for f in flights]
     times, memories = [abs(f.time_error) for f in flights], [abs(f.memory_error) for f in flights]
     print(f"{len(flights)} flights: step time {median(times):.1%} off in the median, {max(times):.1%} at worst; "
           f"peak memory {median(memories):.1%}, {max(memories):.1%}; "
-          f"Spearman {rank_correlation(flights):.2f}")  # fmt: skip
+          f"Spearman {spearman(predicted, measured):.2f}")  # fmt: skip
     if chosen.out:
         rows = [{"job": f.name, "predicted": f.predicted.total_seconds, "measured": f.seconds} for f in flights]
         chosen.out.write_text("".join(json.dumps(row) + "\n" for row in rows))

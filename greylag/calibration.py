@@ -18,7 +18,7 @@ from greylag.sim.fit import Fitted, fit
 from greylag.spec.cluster import Cluster, Efficiency
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
-from greylag.spec.load import load_job, load_preset, presets
+from greylag.spec.load import CHANGED, load_job, load_preset, presets
 from greylag.spec.measurement import Measurements
 
 Measure = Callable[[int | None, str], Measurements | None]
@@ -87,7 +87,8 @@ def calibrate_accelerators(request: Request, measure: Measure | None = None) -> 
     if job and speed:
         of_job = {"grouped": found.after.get("grouped"), "speed": float(f"{speed:.3g}")}
         facts = ", ".join(f"{name} = {value}" for name, value in of_job.items() if value is not None)
-        print(f'In the job: software = {{ preset = "{job.software.name}", {facts} }}')
+        preset = job.software.name.removesuffix(CHANGED)
+        print(f'In the job, beside other changes of its software: software = {{ preset = "{preset}", {facts} }}')
 
 
 def preset_of(device: str) -> str | None:
@@ -112,20 +113,21 @@ def framework_speed(job: Job, found: Fitted, measured: Measurements) -> float:
     """
     from scipy.optimize import brentq
 
-    if measured.step is None:
+    step = measured.step
+    if step is None:
         raise SpecError(f"{measured.source}: holds no steps; call the profiler's step() after each, or leave out --job")
     cluster = replace(job.cluster, device=found.cluster.device)
     own = replace(job.software, grouped=found.after.get("grouped", job.software.grouped))
 
     def excess(speed: float) -> float:
         software = replace(own, speed=speed)
-        return predict(replace(job, cluster=cluster, software=software)).total_seconds - (measured.step or 0.0)
+        return predict(replace(job, cluster=cluster, software=software)).total_seconds - step
 
     slow, fast = (excess(speed) for speed in SPEEDS)
     if slow < 0 or fast > 0:
-        at = predict(replace(job, cluster=cluster)).total_seconds
+        at = predict(replace(job, cluster=cluster, software=replace(own, speed=1.0))).total_seconds
         raise SpecError(
-            f"{job.name}: its step takes {at:.3g} s by these kernels, the traced one {measured.step:.3g} s: no speed "
+            f"{job.name}: its step takes {at:.3g} s by these kernels, the traced one {step:.3g} s: no speed "
             "of a framework explains that; is it the job that was traced?"
         )
     return float(brentq(excess, *SPEEDS, xtol=1e-4))

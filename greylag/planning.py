@@ -296,7 +296,6 @@ def _precision(
             remarks.append(f"{name}: {fault}")
     if answers:
         remarks.append("the laws count parameters without embedding and head, and a multiplication of P bits as P / 16")
-        remarks.append("the laws' losses have no interval: the papers print their constants without errors")
     return tuple(answers), tuple(optima), tuple(curves), tuple(remarks)
 
 

@@ -56,9 +56,11 @@ def precision_of(asked: Asked) -> None:
             raise SpecError("--fit and --fit-runs: give one of them")
         name: LawName = "kumar" if law.name == "kumar" else "sun"
         runs = read_csv(asked.fit, name) if asked.fit else read_folders(asked.folders, name)
-        fitted = fit(runs)
-        both = asked.params is not None and asked.tokens is not None
-        print_fit(fitted, fitted.predict(asked.params or 0.0, asked.tokens or 0.0, precision) if both else None)
+        fitted, told = fit(runs), None
+        if asked.params is not None and asked.tokens is not None:
+            _, precision = asked_precision(fitted.law, asked.weights, asked.activations, asked.kv, asked.format, block)
+            told = fitted.predict(asked.params, asked.tokens, precision)
+        print_fit(fitted, told)
         return
     if asked.budget is not None:
         print_optimum(optimum(law, asked.budget, asked.params, asked.tokens))

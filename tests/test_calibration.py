@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from greylag import calibration
 from greylag.calibration import Request, as_toml, calibrate_accelerators, framework_speed
 from greylag.sim import predict
 from greylag.sim.fit import Fitted, fit
@@ -78,6 +79,23 @@ def test_it_says_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     said = capsys.readouterr().out
     assert all(word in said for word in ("card at hand", "NVIDIA H100 80GB HBM3", "gemm_ramp", "mystery_kernel", "25"))
     assert (tmp_path / "ours.toml").read_text().startswith("# card at hand: constants of its own kernels")
+
+
+def test_the_line_for_the_job_names_a_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Though the job has changed it, as one does that was calibrated before."""
+    text = JOB.format(cluster='"h100-8x2"').replace(
+        '"megatron-core-2025"', '{ preset = "megatron-core-2025", speed = 1.0 }'
+    )
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    usual = predict(load_job(path)).total_seconds
+    monkeypatch.setattr(calibration, "read_profile", lambda paths: measured(usual))
+    calibrate_accelerators(Request("h100-8x2", tmp_path / "ours.toml", traces=(Path("r0.json"),), job=path))
+    line = capsys.readouterr().out.splitlines()[-1].split(": ", 1)[1]
+    path.write_text(text.replace('software = { preset = "megatron-core-2025", speed = 1.0 }', line))
+    assert load_job(path).software.speed != 1.0
 
 
 @pytest.mark.parametrize(

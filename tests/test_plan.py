@@ -7,6 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from commands import assert_one_line, greylag_here
+from greylag.plan.kumar import Bits
+from greylag.plan.law import law_named
 from greylag.spec import Finding, Step, load_job
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +56,18 @@ def test_policies_side_by_side_with_simulated_runs() -> None:
     assert all(policy in text for policy in ("restart", "spares", "eject", "skip"))
     assert "Simulated: 50 runs of 54.0 days" in text
     assert "100,000" in said("goodput", "--scale")
+
+
+def test_a_prediction_by_a_fit_takes_what_the_fit_held(tmp_path: Path) -> None:
+    law = law_named("kumar")
+    lines = ["parameters,tokens,weights,activations,kv,loss"]
+    lines += [
+        f"{n},{d},{b},{b},8,{law.loss(n, d, Bits(b, b, 8.0)):.6f}"
+        for n in (3e7, 1e8, 2e8) for d in (2e9, 8e9, 2e10) for b in (4.0, 6.0, 8.0, 12.0)
+    ]  # fmt: skip
+    (tmp_path / "r.csv").write_text("\n".join(lines))
+    asked = ("--params", "1e8", "--tokens", "1e10", "--weights", "8", "--activations", "8")
+    assert "Extrapolates: kv" not in said("precision", "--fit", str(tmp_path / "r.csv"), *asked)
 
 
 def test_rates_of_runs_of_ones_own(tmp_path: Path) -> None:

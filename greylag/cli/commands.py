@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from greylag.cli.plan import app as plan
+from greylag.cli.plan import require
 
 if TYPE_CHECKING:
     from greylag.spec import Job
@@ -100,10 +101,10 @@ def calibrate(
 
     if cluster is not None:
         request = Request(cluster, out, ranks, tuple(from_trace or ()), job, force)
-        _require("scipy", "fit")
+        require("scipy", "fit")
         if from_trace:
             return calibrate_accelerators(request)
-        _require("torch", "train")
+        require("torch", "train")
         from greylag.train.accelerator import measure_accelerators
 
         return calibrate_accelerators(request, measure_accelerators)
@@ -111,7 +112,7 @@ def calibrate(
     unused = next((option for option, value in named.items() if value), None)
     if unused:
         _fail(f"{unused} has no effect without --cluster: this machine's CPUs have one calibration, in its place")
-    _require("torch", "train")
+    require("torch", "train")
     from greylag.train.calibrate import calibrate_local
 
     return print(calibrate_local(ranks or 2))
@@ -129,7 +130,7 @@ def train(
 
     Runs under torchrun or srun, or starts local ranks itself. Ctrl-C saves.
     """
-    _require("torch", "train")
+    require("torch", "train")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch's profiler, which measures memory, chats on stderr
     job = _load_sound(job_file, overrides)
     from greylag.simulation import lay_prediction, peak_of
@@ -378,10 +379,3 @@ def _load_sound(job_file: Path, overrides: list[str] | None) -> "Job":
     job = _load(job_file, overrides)
     require_no_problems(job)
     return job
-
-
-def _require(package: str, extra: str) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec(package) is None:
-        _fail(f"this command needs {package}: pip install 'greylag[{extra}]'")

@@ -64,6 +64,7 @@ def plan_job(
 
     if report:
         check_place(report, force, (".html",))
+        require("jinja2", "report")
     if tokens is None:
         raise SpecError("--tokens is missing: say how many the training takes, such as 14.8e12")
     job, rates = load_job(job_file, overrides or []), load_failures(failures)
@@ -216,6 +217,7 @@ def _known(out: Path | None) -> None:
     models = known_models()
     trend = fit_trend(models)
     if out:
+        require("plotly", "report")
         from greylag.report.derived import check_place, write_derived
         from greylag.report.trend import render_trend
 
@@ -256,31 +258,39 @@ def precision(
         from greylag.report.derived import check_place
 
         check_place(out, False, (".html",))
+        require("plotly", "report")
     bits = {"--weights": weights, "--activations": activations, "--kv": kv, "--format": format}
     if budget is not None:
         _unused("--budget, which chooses", bits)
     if fit or fit_runs:
         _unused("a fit", {"--budget": budget, "--out": out})
         if params is None or tokens is None:
-            _unused("a fit without both --params and --tokens", {"--params": params, "--tokens": tokens, **bits})
+            _unused(
+                "a fit without both --params and --tokens",
+                {"--params": params, "--tokens": tokens, **bits, "--block": block},
+            )
     asked = Asked(law, params, tokens, weights, activations, kv, format, block, budget, fit, tuple(fit_runs or ()))
     if fit or fit_runs:
-        _require_scipy()
+        require("scipy", "fit")
     precision_of(asked)
     if out:
         from greylag.plan.law import fixed_compute, law_named
-        from greylag.report.law_chart import write_fixed_compute
+        from greylag.report.derived import write_derived
+        from greylag.report.law_chart import render_fixed_compute
 
-        print(write_fixed_compute(out, [fixed_compute(law_named(name)) for name in ("kumar", "sun")]))
+        page = render_fixed_compute([fixed_compute(law_named(name)) for name in ("kumar", "sun")])
+        write_derived(out, page.encode())
+        print(out)
 
 
-def _require_scipy() -> None:
+def require(package: str, extra: str) -> None:
+    """Refuse where an optional package is not installed."""
     import importlib.util
 
     from greylag.spec import SpecError
 
-    if importlib.util.find_spec("scipy") is None:
-        raise SpecError("fitting needs scipy: pip install 'greylag[fit]'")
+    if importlib.util.find_spec(package) is None:
+        raise SpecError(f"this command needs {package}: pip install 'greylag[{extra}]'")
 
 
 @app.command()

@@ -26,6 +26,7 @@ REMARKS = (
     "held against runs of 1.2B, 7B and 70B parameters; the paper puts the best precision at 4 to 8 bits for 1e21 to "
     "1e31 FLOPs",
     "says nothing of the KV cache, nor of quantizing after training",
+    "losses have no interval: the paper prints its constants without errors",
 )
 CHANNEL = 2**13.1567
 """B of one scale per channel: log2 B = 13.1567 was fitted (Table 2)."""

@@ -143,7 +143,10 @@ def print_goodput(
         if any(dated.money is not None for dated in calendars):
             table.add_row("cost of both", *(count(dated.money) for dated in calendars))
     console.print(table)
-    console.print("Nine in ten: by the count of failures that the rates rest on.", highlight=False)
+    console.print(
+        "Nine in ten: by the count of failures that the rates rest on; device-hours and cost are of the middle.",
+        highlight=False,
+    )
     if campaigns:
         told = f"Simulated: {campaigns[0].trials:,} runs of {digits(campaigns[0].days)} days each."
         console.print(told, highlight=False)

@@ -5,6 +5,7 @@ other models on other text, and their levels do not compare. Handed plain curves
 """
 
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,17 +99,15 @@ def _panel(figure: go.Figure, curve: Curved, number: int) -> None:
         )
 
 
-def write_fixed_compute(path: Path, curves: Sequence[Curved]) -> Path:
-    """Write the chart as a page of its own, which needs no network."""
+def render_fixed_compute(curves: Sequence[Curved]) -> str:
+    """The chart as a page of its own, which needs no network."""
     css = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     best = "".join(
-        f"<p class='note'>{c.source}: least at {c.best.bits:.1f} bits, {c.best.loss:.4f}; a diamond.</p>"
+        f"<p class='note'>{escape(c.source)}: least at {c.best.bits:.1f} bits, {c.best.loss:.4f}; a diamond.</p>"
         for c in curves
     )
-    path.write_text(
+    return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Precision at fixed compute</title>"
         f"<style>{css}</style><script>{plotly_js()}</script></head><body><main><h1>Precision at fixed compute</h1>"
-        f"<section class='card'>{fixed_compute(curves)}{best}</section></main></body></html>\n",
-        encoding="utf-8",
+        f"<section class='card'>{fixed_compute(curves)}{best}</section></main></body></html>\n"
     )
-    return path

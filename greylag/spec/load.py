@@ -31,6 +31,8 @@ SECTIONS: dict[str, tuple[type, str]] = {
     "cluster": (Cluster, "clusters"),
     "software": (Software, "software"),
 }
+CHANGED = " (changed)"
+"""Behind the name of a preset that a job changes."""
 _SIZED = re.compile(r"(?P<preset>.+)-(?P<per_node>\d+)x(?P<nodes>\d+)")
 
 
@@ -145,7 +147,7 @@ def _filed(value: Any, section: str, folder: Path) -> Any:
     else:
         return value
     own = {key: inner for key, inner in value.items() if key != "preset"} if isinstance(value, dict) else {}
-    changed = {} if section == "cluster" else {"name": base["name"] + " (changed)"}
+    changed = {} if section == "cluster" else {"name": base["name"] + CHANGED}
     return _merge(base, changed | own) if own else base
 
 
@@ -163,7 +165,7 @@ def _section(value: Any, section: str, kind: type, folder: str, where: str) -> d
         return {"name": f"own-{section}", **own}
     base = _preset(preset, folder, section, where)
     if own:
-        base = {**_merge(base, own), "name": own.get("name", base["name"] + " (changed)")}
+        base = {**_merge(base, own), "name": own.get("name", base["name"] + CHANGED)}
         if section == "cluster":
             base["name"] = own.get("name", preset)
     return base

@@ -29,6 +29,7 @@ from greylag.train.build import build
 from greylag.train.collectives import Collective, collective
 from greylag.train.device import name_of
 from greylag.train.folder import RunFolder
+from greylag.train.launch import threads
 from greylag.train.loop import MEASURED_STEP, Control, take_step
 from greylag.train.operators import Maker, operators
 from greylag.train.stopwatch import CPU, agreed, seconds, seconds_together
@@ -49,7 +50,7 @@ def calibrate_local(num_ranks: int) -> Path:
 
 
 def _measure_all(rank: int, num_ranks: int, port: int) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    torch.set_num_threads(threads(num_ranks))
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch renames collectives
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -12,7 +12,7 @@ from greylag.plan.law import answer, asked_precision, cost, fixed_compute, law_n
 from greylag.plan.reach import Range, outside
 from greylag.plan.sun import CHANNEL, Layout, Sun, layout
 from greylag.report.law import print_law_answer, print_optimum
-from greylag.report.law_chart import write_fixed_compute
+from greylag.report.law_chart import render_fixed_compute
 from greylag.spec import SpecError
 
 KUMAR, SUN = Kumar(), Sun()
@@ -214,8 +214,8 @@ def test_answers_are_printed_with_their_limits():
         assert part in text, part
 
 
-def test_the_chart_is_a_page_of_its_own(tmp_path):
-    page = write_fixed_compute(tmp_path / "law.html", [fixed_compute(KUMAR), fixed_compute(SUN)]).read_text()
+def test_the_chart_is_a_page_of_its_own():
+    page = render_fixed_compute([fixed_compute(KUMAR), fixed_compute(SUN)])
     assert "least at 7.0 bits" in page
     assert "1.76 B parameters" in page
     assert 'src="http' not in page
