@@ -14,8 +14,8 @@ from greylag.interop.profile import read_profile
 from greylag.report.calibrated import print_calibrated
 from greylag.report.derived import check_place, write_derived
 from greylag.sim import predict
-from greylag.sim.fit import Fitted, fit
-from greylag.spec.cluster import Cluster, Efficiency
+from greylag.sim.fit import Fitted, fit, of_device
+from greylag.spec.cluster import Cluster
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
 from greylag.spec.load import CHANGED, load_job, load_preset, presets
@@ -101,7 +101,7 @@ def as_toml(preset: str, found: Fitted, measured: Measurements) -> str:
     """The cluster file: its preset and what differs from it."""
     device = found.cluster.device
     head = f"# {device.name}: constants of its own kernels, by {measured.source}.\n"
-    constants = {name: value for name, value in found.after.items() if name in Efficiency.__struct_fields__}
+    constants = of_device(found.after)
     table = {"preset": preset, "device": {"name": device.name, "spread": device.spread, "efficiency": constants}}
     return head + to_toml(table)
 

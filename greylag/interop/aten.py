@@ -8,15 +8,11 @@ samples have no time yet; `profile` puts it in.
 import math
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from greylag.interop.inputs import Inputs, Shape, fastest_dim
-from greylag.spec.measurement import AttentionSample, GemmSample, MoveSample
-from greylag.spec.model import MLA, Model
-from greylag.spec.work import attention_flops
-
-Dtype: TypeAlias = Literal["fp8", "bf16", "fp32"]
-Sample: TypeAlias = GemmSample | AttentionSample | MoveSample
+from greylag.spec.measurement import AttentionSample, Dtype, GemmSample, Kernel, MoveSample
+from greylag.spec.work import core_flops
 
 _FLOATS = ("float", "double", "bfloat16", "half")
 _SCALAR_TYPES = {5: 2, 6: 4, 7: 8, 15: 2, 23: 1, 24: 1, 25: 1, 26: 1}
@@ -31,7 +27,7 @@ _FUSED = re.compile(r"flash|fmha|attn|attention|sdpa|bwd_kernel", re.IGNORECASE)
 """Attention kernels: an outer operator may launch only what prepares them."""
 
 
-def read_operator(name: str, inputs: Inputs, kernels: Sequence[str]) -> Sample | None:
+def read_operator(name: str, inputs: Inputs, kernels: Sequence[str]) -> Kernel | None:
     """What an operator did in these kernels, a sample of 0 seconds; None if that does not follow from its inputs."""
     if name in _GEMMS or name in _GROUPED:
         gemm = _gemm(name, inputs) if name in _GEMMS else _grouped(name, inputs)
@@ -184,19 +180,10 @@ def _attention(name: str, inputs: Inputs) -> AttentionSample | None:
     window = left + 1 if left is not None and 0 <= left < keys else None
     if (causal and sequence != keys) or (window and not causal):
         return None
-    heads_alone = Model(
-        name="attention",
-        num_layers=1,
-        hidden_size=1,
-        num_heads=heads,
-        vocab_size=1,
-        ffn_hidden_size=1,
-        max_sequence=keys,
-        mla=MLA(kv_lora_rank=1, qk_nope_head_dim=query[3], qk_rope_head_dim=0, v_head_dim=value[-1]),
-    )
-    flops = attention_flops(heads_alone, keys, query[0] * sequence, causal=causal, window=window)
+    width = query[3] + value[-1]
+    flops = core_flops(heads * width, keys, query[0] * sequence, causal, window)
     backward = name.endswith(("backward", "bwd"))
-    return AttentionSample(flops=flops, width=query[3] + value[-1], backward=backward, seconds=0.0) if flops else None
+    return AttentionSample(flops=flops, width=width, backward=backward, seconds=0.0) if flops else None
 
 
 def _causal(name: str, value: str) -> bool | None:

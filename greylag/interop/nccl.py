@@ -9,15 +9,13 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from greylag.interop.inputs import WIDTHS
 from greylag.interop.kineto import Args, Event, Trace
-from greylag.spec.measurement import CollectiveSample
+from greylag.spec.measurement import Collective, CollectiveSample
 
-Kind: TypeAlias = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"]
-
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, Collective] = {
     **dict.fromkeys(("allreduce", "all_reduce", "allreduce_coalesced"), "all_reduce"),
     **dict.fromkeys(("all_gather", "allgather", "_allgather_base", "all_gather_into_tensor"), "all_gather"),
     **dict.fromkeys(("allgather_into_tensor_coalesced", "all_gather_into_tensor_coalesced"), "all_gather"),
@@ -39,7 +37,7 @@ class Sent(NamedTuple):
 
     key: tuple[Any, ...]
     """The same on every rank of it; a later one of the same key is the next."""
-    kind: Kind
+    kind: Collective
     bytes: float
     ranks: int
     stride: int
@@ -117,7 +115,7 @@ def samples_of(ranks: Sequence[Sequence[Sent]]) -> list[CollectiveSample]:
             seen[one.key] += 1
             matched = len({count[one.key] for count in counts if one.key in count}) == 1
             met[one.key, seen[one.key], None if matched else number].append(one)
-    alike: dict[tuple[Kind, int, int, int], list[_Time]] = defaultdict(list)
+    alike: dict[tuple[Collective, int, int, int], list[_Time]] = defaultdict(list)
     for parts in met.values():
         size = max(part.bytes for part in parts)
         like = (parts[0].kind, parts[0].ranks, parts[0].stride, round(ALIKE * math.log2(size)))
@@ -134,7 +132,7 @@ class _Time(NamedTuple):
     """Whether all ranks of the group were seen in it."""
 
 
-def _sample(kind: Kind, ranks: int, stride: int, times: Sequence[_Time]) -> CollectiveSample:
+def _sample(kind: Collective, ranks: int, stride: int, times: Sequence[_Time]) -> CollectiveSample:
     """The median of those that all ranks were seen in; without any, the low quantile at which one comes last."""
     complete = sorted(time for time in times if time.complete)
     time = complete[len(complete) // 2] if complete else sorted(times)[int(LAST * (len(times) - 1))]

@@ -15,11 +15,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from greylag.interop import nccl
-from greylag.interop.aten import Sample, read_operator
+from greylag.interop.aten import read_operator
 from greylag.interop.inputs import Inputs, Recorded
 from greylag.interop.kineto import EARLIER, GRAPH, Event, Trace, read_trace
 from greylag.spec.error import SpecError
-from greylag.spec.measurement import AttentionSample, GemmSample, Measurements, MoveSample
+from greylag.spec.measurement import AttentionSample, GemmSample, Kernel, Measurements, MoveSample
 
 SMALLEST_MOVE = float(1 << 20)
 """Bytes; of fewer, launching takes longer than moving."""
@@ -40,7 +40,7 @@ def read_profile(paths: Sequence[Path]) -> Measurements:
     """
     if not paths:
         raise SpecError("no traces; name the file of at least one rank")
-    times: dict[Sample, list[float]] = defaultdict(list)
+    times: dict[Kernel, list[float]] = defaultdict(list)
     unread: dict[str, float] = defaultdict(float)
     sent: dict[int | Path, list[nccl.Sent]] = defaultdict(list)
     gaps: list[float] = []
@@ -72,7 +72,7 @@ def read_profile(paths: Sequence[Path]) -> Measurements:
     )
 
 
-def _add(trace: Trace, times: dict[Sample, list[float]], unread: dict[str, float]) -> list[nccl.Sent]:
+def _add(trace: Trace, times: dict[Kernel, list[float]], unread: dict[str, float]) -> list[nccl.Sent]:
     """Add what one rank's kernels are to the times of samples or to the unread; its collectives come back."""
     collectives = nccl.in_order(trace)
     sent = [one for _, one in collectives if one]
@@ -106,7 +106,7 @@ def _why(trace: Trace, operator: Event | None) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(name: str, recorded: Recorded, kernels: tuple[str, ...]) -> Sample | None:
+def _read(name: str, recorded: Recorded, kernels: tuple[str, ...]) -> Kernel | None:
     return read_operator(name, Inputs.of(recorded), kernels)
 
 

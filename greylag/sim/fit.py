@@ -6,20 +6,17 @@ is. Shares stay below 1.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from greylag.sim.links import Links
 from greylag.sim.operators import Operators
 from greylag.sim.timeline import Floats
 from greylag.spec.cluster import Cluster, Efficiency
 from greylag.spec.error import SpecError
-from greylag.spec.measurement import AttentionSample, CollectiveSample, GemmSample, Measurements, MoveSample
+from greylag.spec.measurement import AttentionSample, CollectiveSample, GemmSample, Measurements, MoveSample, Sample
 from greylag.spec.software import Software
-
-Sample: TypeAlias = GemmSample | AttentionSample | MoveSample | CollectiveSample
 
 NOISE = 0.05
 """Standard deviation of a measured kernel's logarithm: what two runs of one kernel differ by."""
@@ -55,9 +52,8 @@ def fit(cluster: Cluster, measured: Measurements) -> Fitted:
     took = {kind: np.log([sample.seconds for sample in samples]) for kind, samples in kinds.items()}
     if sum(map(len, took.values())) < FEWEST:
         raise SpecError(f"{measured.source}: fewer than {FEWEST} kernels of known shape; measure a longer run")
-    usual = Efficiency(), Software(name="kernels")
-    known = {name: float(getattr(cluster.device.efficiency, name)) for name in Efficiency.__struct_fields__}
-    known["grouped"] = usual[1].grouped
+    usual = asdict(Efficiency()) | {"grouped": Software(name="kernels").grouped}
+    known = asdict(cluster.device.efficiency) | {"grouped": usual["grouped"]}
     names, default = list(known), np.array(list(known.values()))
 
     def seconds(values: Floats) -> dict[str, Floats]:
@@ -68,7 +64,7 @@ def fit(cluster: Cluster, measured: Measurements) -> Fitted:
         errors = [(np.log(predicted[kind]) - took[kind]) / NOISE for kind in took]
         return np.concatenate([*errors, shift / WIDTH])
 
-    is_share = [getattr(usual[name == "grouped"], name) <= 1 for name in names]
+    is_share = [usual[name] <= 1 for name in names]
     most = np.where(is_share, -np.log(np.minimum(default, 1.0)), 5.0) + 1e-9
     found = least_squares(residuals, np.zeros(len(names)), bounds=(-5.0, most), loss="soft_l1", x_scale=WIDTH)
     touched = np.abs(found.jac[: -len(names)]).max(axis=0) > 1e-6
@@ -84,7 +80,7 @@ def fit(cluster: Cluster, measured: Measurements) -> Fitted:
             f"{measured.source}: one in ten kernels is more than {np.expm1(spread):.0%} off what {cluster.name} does "
             "by any constants; is it the right --cluster, and did the device do nothing else?"
         )
-    efficiency = Efficiency(**_device(known | after))
+    efficiency = Efficiency(**of_device(known | after))
     device = replace(
         cluster.device,
         name=measured.device or cluster.device.name,
@@ -109,7 +105,7 @@ def _kinds(measured: Measurements) -> dict[str, list[Sample]]:
 
 def _seconds(cluster: Cluster, constants: dict[str, float], kinds: dict[str, list[Sample]]) -> dict[str, Floats]:
     """Seconds of every sample by these constants, by kind."""
-    now = replace(cluster, device=replace(cluster.device, efficiency=Efficiency(**_device(constants))))
+    now = replace(cluster, device=replace(cluster.device, efficiency=Efficiency(**of_device(constants))))
     operators, links = Operators(now, Software(name="kernels", grouped=constants["grouped"])), Links(now)
 
     def of(samples: list[Sample]) -> Floats:
@@ -137,6 +133,6 @@ def _seconds(cluster: Cluster, constants: dict[str, float], kinds: dict[str, lis
     return {kind: of(samples) for kind, samples in kinds.items()}
 
 
-def _device(constants: dict[str, float]) -> dict[str, float]:
+def of_device(constants: dict[str, float]) -> dict[str, float]:
     """Those of an Efficiency."""
-    return {name: value for name, value in constants.items() if name != "grouped"}
+    return {name: value for name, value in constants.items() if name in Efficiency.__struct_fields__}

@@ -4,9 +4,12 @@
 accelerator is `cluster.Calibration`, whose measured seconds are read as they are.
 """
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
+
+Dtype = Literal["fp8", "bf16", "fp32"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 
 
 class GemmSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -15,7 +18,7 @@ class GemmSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     m: int
     n: int
     k: int
-    dtype: Literal["fp8", "bf16", "fp32"]
+    dtype: Dtype
     """Of the operands; `bf16` stands for FP16 too, which runs at its rate."""
     groups: int = 1
     out_bytes: float = 2.0
@@ -45,12 +48,16 @@ class MoveSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class CollectiveSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A collective over `ranks` whose numbers lie `stride` apart, or a transfer to the rank `stride` away."""
 
-    collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"]
+    collective: Collective
     bytes: float
     """Of the whole tensor: gathered, before scattering, or what one rank sends to all."""
     ranks: int
     stride: int = 1
     seconds: float
+
+
+Kernel: TypeAlias = GemmSample | AttentionSample | MoveSample
+Sample: TypeAlias = Kernel | CollectiveSample
 
 
 class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

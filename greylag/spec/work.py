@@ -81,7 +81,11 @@ def attention_flops(
 
     With a `window` a token sees that many at most, itself included.
     """
-    width = model.num_heads // tp * (model.qk_head_dim + model.v_head_dim)
+    return core_flops(model.num_heads // tp * (model.qk_head_dim + model.v_head_dim), sequence, tokens, causal, window)
+
+
+def core_flops(width: int, sequence: int, tokens: int, causal: bool = True, window: int | None = None) -> float:
+    """The same of heads whose queries and values are `width` wide, all together."""
     seen = (sequence + 1) / 2 if causal else float(sequence)
     if window is not None and window < sequence:
         seen = window - window * (window - 1) / (2 * sequence)

@@ -26,13 +26,20 @@ from torch.multiprocessing import ProcessRaisedException
 from greylag.parallel import World, start, stop
 from greylag.spec.error import SpecError
 from greylag.spec.grid import Grid
-from greylag.spec.measurement import AttentionSample, CollectiveSample, GemmSample, Measurements, MoveSample
+from greylag.spec.measurement import (
+    AttentionSample,
+    CollectiveSample,
+    Dtype,
+    GemmSample,
+    Measurements,
+    MoveSample,
+    Sample,
+)
 from greylag.train import kernels
 from greylag.train.collectives import collective_trials, peers
 from greylag.train.device import name_of
-from greylag.train.kernels import Dtype
 from greylag.train.launch import FAULT, Place, named_store, place_of, sharing_faults, threads
-from greylag.train.stopwatch import Sample, Trial, agreed
+from greylag.train.stopwatch import Trial, agreed
 
 MEASURED = "measurements"
 """Key of the store under which a first rank that was started here leaves what all measured."""

@@ -5,20 +5,19 @@ every node, so that each tier of links is seen alone as well. Groups of a kind m
 """
 
 import functools
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from greylag.spec.error import SpecError
-from greylag.spec.measurement import CollectiveSample
-from greylag.train.stopwatch import CPU, Timed, Trial, seconds_together, sweeper
+from greylag.spec.measurement import Collective, CollectiveSample
+from greylag.train.stopwatch import CPU, Timed, Trial, in_a_row, seconds_together, sweeper
 
-Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-IN_A_ROW, ROW_BYTES = 8, 1 << 26
-"""Short ones are timed several in a row, as nccl-tests does, while they are no more bytes than this in all."""
+ROW_BYTES = 1 << 26
+"""Of those that are timed in a row, in all."""
 
 
 class Peers(NamedTuple):
@@ -65,7 +64,7 @@ def _trial(name: Collective, size: int, among: Peers, group: dist.ProcessGroup |
             dist.all_reduce(tick, group=group)
 
         run = collective(name, size, count, device, group)
-        runs = [run] * max(1, min(IN_A_ROW, ROW_BYTES // size))
+        runs = [run] * in_a_row(size, ROW_BYTES)
         return seconds_together(runs, align, device)
 
     ranks = 2 if name == "p2p" else count

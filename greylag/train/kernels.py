@@ -21,13 +21,11 @@ from greylag.numerics import quantize
 from greylag.numerics.device import by_kernel, implementation
 from greylag.numerics.formats import E4M3
 from greylag.numerics.gemm import device_refusal
-from greylag.spec.measurement import AttentionSample, GemmSample, MoveSample
-from greylag.spec.model import Model
+from greylag.spec.measurement import AttentionSample, Dtype, GemmSample, MoveSample, Sample
 from greylag.spec.precision import BLOCK
-from greylag.spec.work import attention_flops
-from greylag.train.stopwatch import Sample, Timed, Trial, seconds
+from greylag.spec.work import core_flops
+from greylag.train.stopwatch import IN_A_ROW, Timed, Trial, in_a_row, seconds
 
-Dtype = Literal["fp8", "bf16", "fp32"]
 KINDS = {
     "fp8": "GEMMs in FP8",
     "grouped bf16": "grouped GEMMs in BF16",
@@ -41,8 +39,8 @@ KINDS = {
 HEAD_DIM = 128
 WIDTH = 4096
 """Elements of a row of what is moved."""
-IN_A_ROW, ROW_BYTES = 8, 1 << 27
-"""Kernels are timed so many in a row, while their operands are no more bytes than this in all."""
+ROW_BYTES = 1 << 27
+"""Of the operands of kernels that are timed in a row, in all."""
 LAUNCHES, ROUNDS = 500, 5
 """So few that the driver's queue does not fill and let the host wait: it holds about 1000
 (forums.developer.nvidia.com/t/68937)."""
@@ -118,7 +116,7 @@ def attention(batch: int, heads: int, sequence: int, backward: bool, device: tor
         gradient = torch.randn_like(out)
         return _kept(lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True))
 
-    flops = attention_flops(_heads(heads, sequence), sequence, batch * sequence)
+    flops = core_flops(heads * 2 * HEAD_DIM, sequence, batch * sequence)
 
     def sample(s: float) -> AttentionSample:
         return AttentionSample(flops=flops, width=2 * HEAD_DIM, backward=backward, seconds=s)
@@ -129,19 +127,6 @@ def attention(batch: int, heads: int, sequence: int, backward: bool, device: tor
 def _core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(BACKENDS, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def _heads(heads: int, sequence: int) -> Model:
-    """A model whose attention is `heads` of 128 alone."""
-    return Model(
-        name="attention",
-        num_layers=1,
-        hidden_size=heads * HEAD_DIM,
-        num_heads=heads,
-        vocab_size=1,
-        ffn_hidden_size=1,
-        max_sequence=sequence,
-    )
 
 
 Move = Literal["copy", "add", "silu", "norm", "quantize"]
@@ -231,7 +216,7 @@ def warm_up(duration: float, device: torch.device) -> None:
 
 def _trial(memory: float, make: Callable[[], Timed], sample: Callable[[float], Sample], device: torch.device) -> Trial:
     """Of kernels with so many bytes of operands and results."""
-    count = int(max(1, min(IN_A_ROW, ROW_BYTES // memory)))
+    count = in_a_row(memory, ROW_BYTES)
     return Trial(count * memory, lambda: seconds([make() for _ in range(count)], device=device), sample)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from greylag.spec.measurement import AttentionSample, CollectiveSample, GemmSample, MoveSample
+from greylag.spec.measurement import Sample
 
 CACHE_BYTES = 1 << 22
 """More than a core's own caches, less than the shared one: a tensor of a training step was made a few operators ago."""
@@ -26,8 +26,15 @@ MESSAGES = 9
 """How often a collective is measured; the first does not count."""
 CPU = torch.device("cpu")
 
+IN_A_ROW = 8
+"""Short work is timed so many in a row at most, as nccl-tests does."""
+
 Timed = Callable[[], object]
-Sample = GemmSample | AttentionSample | MoveSample | CollectiveSample
+
+
+def in_a_row(size: float, most: int) -> int:
+    """How often work on `size` bytes is done in a row: no more than `most` bytes in all."""
+    return int(max(1, min(IN_A_ROW, most // size)))
 
 
 class Trial(NamedTuple):
