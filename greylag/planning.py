@@ -20,7 +20,7 @@ from greylag.plan.demand import (
     predicted_utilization,
     stated_utilization,
 )
-from greylag.plan.failures import MINUTE, Failures
+from greylag.plan.failures import Failures
 from greylag.plan.goodput import Calendar, Goodput, calendar, enough_spares, goodput
 from greylag.plan.law import (
     Answer,
@@ -200,7 +200,7 @@ def practice_of(job: Job, failures: Failures) -> Practice:
     per_node, s = job.cluster.devices_per_node, job.strategy
     replica = max(1, -(-s.pp * s.tp * s.cp // per_node))
     fleet = Fleet(num_devices=job.cluster.num_devices, devices_per_node=per_node, replica_nodes=replica)
-    recovery = Recovery(interval=10 * MINUTE)
+    recovery = Recovery()
     return Practice(failures, replace(fleet, spares=enough_spares(failures, fleet, recovery)), recovery)
 
 
@@ -288,7 +288,7 @@ def _precision(
     for name in names:
         law: Law = law_named(name)
         try:
-            precision = type(law.at_bits(16.0))(*job_precision(job, name))
+            precision = job_precision(job, name)
             answers.append(answer(law, size, tokens, precision))
             optima.append(optimum(law, float(cost(size, tokens, law.bits(precision))), parameters=size))
             curves.append(fixed_compute(law))

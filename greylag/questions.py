@@ -16,7 +16,7 @@ from greylag.plan.failures import fit as fit_failures
 from greylag.plan.goodput import calendar, enough_spares, over_sizes
 from greylag.plan.law import answer, asked_precision, law_named, optimum
 from greylag.plan.law_fit import fit
-from greylag.plan.law_runs import LawName, read_csv, read_folders
+from greylag.plan.law_runs import LawName, of_runs, read_csv
 from greylag.plan.recovery import POLICIES, Fleet, Policy, Recovery
 from greylag.planning import Practice, Progress
 from greylag.report.goodput import print_goodput, print_scale
@@ -55,7 +55,9 @@ def precision_of(asked: Asked) -> None:
         if asked.fit and asked.folders:
             raise SpecError("--fit and --fit-runs: give one of them")
         name: LawName = "kumar" if law.name == "kumar" else "sun"
-        runs = read_csv(asked.fit, name) if asked.fit else read_folders(asked.folders, name)
+        records = [read_record(folder) for folder in asked.folders]
+        own = ((str(folder), r.job, r.steps) for folder, r in zip(asked.folders, records, strict=True))
+        runs = read_csv(asked.fit, name) if asked.fit else of_runs(own, name)
         fitted, told = fit(runs), None
         if asked.params is not None and asked.tokens is not None:
             _, precision = asked_precision(fitted.law, asked.weights, asked.activations, asked.kv, asked.format, block)

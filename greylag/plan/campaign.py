@@ -240,7 +240,7 @@ class Trials:
     def _stop(self, which: Bools, stall: float, whole: bool) -> None:
         """Stand still from now on. Whatever strikes during a restart of the whole job begins that anew."""
         restarting = self.restarts & (self.now < self.up_at)
-        stall_of = np.where(restarting & (not whole), self.response.whole_stall, stall)
+        stall_of = np.where(restarting & (not whole), self.response.software_stall, stall)
         self.up_at = np.where(which, self.now + stall_of, self.up_at)
         self.restarts = np.where(which, restarting | whole, self.restarts)
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from greylag.plan.poisson import LEVEL, count_interval
+from greylag.plan.poisson import count_interval
 from greylag.spec.error import SpecError
 from greylag.spec.finding import Finding
 from greylag.spec.load import PRESETS, presets
@@ -82,14 +82,14 @@ class Failures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """The exposure."""
         return self.node_days * self.devices_per_node * DAY
 
-    def rates(self, end: End = "middle", level: float = LEVEL) -> Rates:
+    def rates(self, end: End = "middle") -> Rates:
         """Failures per second and device: as counted, or at an end of the interval of all of them together.
 
         At an end the classes keep their shares. Where nothing was counted, the upper end is of an unknown class.
         """
         counts = {kind: float(number) for kind, number in self.counts.items()}
         if end != "middle":
-            low, high = count_interval(self.count, level)
+            low, high = count_interval(self.count)
             mean = low if end == "low" else high
             if self.count:
                 counts = {kind: number * mean / self.count for kind, number in counts.items()}

@@ -192,13 +192,12 @@ def _ejection(killed: float, rate: float, length: float) -> float:
 def _stand(stall: float, node: float, software: float, response: Response) -> float:
     """Mean seconds of a stall of the whole job that would take `stall`, and that further failures begin anew.
 
-    With q the mean of exp(-(all rates) x stall) over what strikes then, each of those takes (1 - q) / (all rates x q).
+    With q = exp(-(all rates) x a restart's stall), each of those takes (1 - q) / (all rates x q).
     """
     total = node + software
     if not total:
         return stall
-    again = ((software, response.software_stall), (node, response.whole_stall))
-    survives = max(sum(rate * math.exp(-total * length) for rate, length in again) / total, 1e-300)
+    survives = max(math.exp(-total * response.software_stall), 1e-300)
     return -math.expm1(-total * stall) * (1 / total + (1 - survives) / (total * survives))
 
 
@@ -295,12 +294,10 @@ def calendar(
     result: Goodput,
     useful_days: float,
     price: float | None = None,
-    interval: tuple[float, float] | None = None,
 ) -> Calendar:
     """Days of a run that would take `useful_days` if nothing failed, and what failures cost at `price` a device-hour.
 
-    `interval` is that of the goodput where a simulated campaign gave one that covers more. Raises SpecError if the run
-    never ends, or the days are not positive.
+    Raises SpecError if the run never ends, or the days or the price are not positive.
     """
     if not 0 < useful_days < float("inf"):
         raise SpecError(f"days: {useful_days}; give the days that the run would take if nothing failed")
@@ -312,7 +309,7 @@ def calendar(
             f"failure every {result.mttf:,.0f} s; save more often"
         )
     days = useful_days / result.goodput
-    low, high = interval or result.interval
+    low, high = result.interval
     lost = (days - useful_days) * 24 * result.num_devices
     spare = days * 24 * (result.held - result.num_devices)
     return Calendar(

@@ -9,14 +9,13 @@ import csv
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import msgspec
 import numpy as np
 
 from greylag.plan.kumar import Bits
 from greylag.plan.reach import Floats
-from greylag.plan.sun import BLOCK, CHANNEL, Layout, layout
+from greylag.plan.sun import BLOCK, CHANNEL, Layout, Sun, layout
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
 from greylag.spec.model import Model
@@ -27,7 +26,6 @@ from greylag.spec.step import Step
 LawName = Literal["kumar", "sun"]
 LAST = 50
 """Steps whose mean loss stands for a run that evaluated no validation loss."""
-WIDTHS = {"fp32": 32.0, "bf16": 16.0}
 
 
 class Runs(NamedTuple):
@@ -133,46 +131,23 @@ def _split(row: dict[str, str | None], where: str) -> tuple[float, float]:
     return float(found.exponent), float(found.mantissa)
 
 
-def read_folders(folders: Iterable[Path], law: LawName) -> Runs:
-    """Runs of Greylag's run folders (`job.json`, `steps.jsonl`); those that have not ended are left out and named."""
+def of_runs(runs: Iterable[tuple[str, Job, Sequence[Step]]], law: LawName) -> Runs:
+    """Greylag's own runs: name, job and measured steps of each; those that have not ended are left out and named."""
     rows, notes, halved = [], [], 0
-    for folder in folders:
-        try:
-            job = msgspec.json.decode((folder / "job.json").read_bytes(), type=Job)
-            steps = _steps(folder / "steps.jsonl")
-        except OSError as error:
-            raise SpecError(f"{folder}: {error.strerror}: {error.filename}; give run folders") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise SpecError(f"{folder}: not a run folder of this version ({error}); leave it out") from None
+    for name, job, steps in runs:
         if len(steps) < job.run.steps:
-            notes.append(f"{folder}: left out, it stopped after {len(steps):,} of {job.run.steps:,} steps")
+            notes.append(f"{name}: left out, it stopped after {len(steps):,} of {job.run.steps:,} steps")
             continue
         loss, is_validated = _end(steps)
         if loss is None:
-            notes.append(f"{folder}: left out, it has no finite loss")
+            notes.append(f"{name}: left out, it has no finite loss")
             continue
         halved += not is_validated
-        rows.append(_Row(counted(job.model), sum(s.tokens for s in steps), job_precision(job, law), loss))
+        rows.append(_Row(counted(job.model), sum(s.tokens for s in steps), tuple(job_precision(job, law)), loss))
     if halved:
         notes.append(f"{halved:,} runs evaluated no validation loss: the mean of their last {LAST} steps stands for it")
     notes.append("parameters are those that a token meets, embedding and head not counted")
     return _runs("run folders", rows, law, tuple(notes))
-
-
-def _steps(path: Path) -> list[Step]:
-    """Measured steps by number, the last written of each; a torn last line is no fault."""
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
-    found: dict[int, Step] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            step = msgspec.json.decode(line, type=Step)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            if number < len(lines):
-                raise
-            continue
-        if step.source == "measured":
-            found[step.number] = step
-    return [found[number] for number in sorted(found)]
 
 
 def _end(steps: Sequence[Step]) -> tuple[float | None, bool]:
@@ -193,22 +168,21 @@ def counted(model: Model) -> float:
     return total
 
 
-def job_precision(job: Job, law: LawName) -> tuple[float, float, float]:
-    """The precision of a job's linear layers in a law's terms: fields of `Bits` or of `Layout`.
+def job_precision(job: Job, law: LawName) -> Any:
+    """The precision of a job's linear layers in a law's terms: its `Bits` or its `Layout`.
 
     Sun's format is that of the weights. KV cache, attention and everything else runs in `high`. A format without a
     scale counts as one with a block of 128, as Sun et al. count BF16.
     """
     p = job.precision
     if law == "kumar":
-        return _width(p.weight), _width(p.input), WIDTHS[p.high]
+        return Bits(_width(p.weight.format), _width(p.input.format), _width(p.high))
     format = layout(p.weight.format)
-    return float(format.exponent), float(format.mantissa), _block(job.model, p.weight)
+    return Layout(float(format.exponent), float(format.mantissa), float(_block(job.model, p.weight)))
 
 
-def _width(operand: Operand) -> float:
-    exponent, mantissa, _ = layout(operand.format)
-    return WIDTHS.get(operand.format, 1 + float(exponent) + float(mantissa))
+def _width(format: str) -> float:
+    return float(Sun().bits(layout(format)))
 
 
 def _block(model: Model, weight: Operand) -> float:

@@ -34,8 +34,6 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     replica_nodes: int = 16
     """Nodes of one data-parallel replica: what `eject` loses. Llama 3 405B on 16,384 GPUs had tp 8 x pp 16 = 16 nodes
     (arXiv 2407.21783, table 4)."""
-    part_nodes: int = 1
-    """Nodes of a part that a replica can skip: what `skip` loses."""
 
     @property
     def num_nodes(self) -> int:
@@ -59,8 +57,6 @@ class Recovery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """From a failure to the decision to restart. How the 10 minutes split is assumed."""
     restart: float = 8 * MINUTE
     """From that to the first new step, with nodes at hand: stop, start, form groups, read the checkpoint."""
-    requeue: float = 0.0
-    """What `restart` waits for a node beyond that, since none stands by."""
     interval: float = 10 * MINUTE
     """Training between two checkpoints."""
     save: float = 5.0
@@ -84,8 +80,7 @@ class Response(NamedTuple):
     node_rolls_back: bool
     """Whether the job goes back to its last checkpoint where a node is lost, as it always does for software."""
     software_stall: float
-    whole_stall: float
-    """Where a node is lost while the whole job restarts: it restarts again."""
+    """So long stands the whole job too where a node is lost while it restarts: it restarts again."""
     corruption_stall: float
     """After the corruption was noticed. The whole job goes back to before it, under every policy."""
     slow_stall: float
@@ -99,16 +94,14 @@ class Response(NamedTuple):
 def respond(policy: Policy, fleet: Fleet, recovery: Recovery) -> Response:
     """A policy's response. Raises SpecError where the fleet or the recovery cannot be."""
     _check(policy, fleet, recovery)
-    back = recovery.restart + (recovery.requeue if policy == "restart" else 0.0)
     whole = policy in ("restart", "spares")
-    nodes_lost = {"eject": fleet.replica_nodes, "skip": fleet.part_nodes}.get(policy, 0)
+    nodes_lost = {"eject": fleet.replica_nodes, "skip": 1}.get(policy, 0)
     return Response(
-        node_stall=recovery.detect + back if whole else recovery.eject,
+        node_stall=recovery.detect + recovery.restart if whole else recovery.eject,
         node_rolls_back=whole,
         software_stall=recovery.detect + recovery.restart,
-        whole_stall=recovery.detect + back,
-        corruption_stall=back,
-        slow_stall=recovery.save + back if whole else recovery.eject,
+        corruption_stall=recovery.restart,
+        slow_stall=recovery.save + recovery.restart if whole else recovery.eject,
         idle=min(1.0, nodes_lost / fleet.num_nodes),
         waits=policy == "spares",
     )
@@ -122,7 +115,7 @@ def job_rates(failures: Failures, fleet: Fleet, end: Literal["low", "middle", "h
 def _check(policy: Policy, fleet: Fleet, recovery: Recovery) -> None:
     faults = [
         *positive("fleet.", fleet, ("spares", "repair")),
-        *positive("recovery.", recovery, ("detect", "restart", "requeue", "save", "eject", "notice", "slow_found")),
+        *positive("recovery.", recovery, ("detect", "restart", "save", "eject", "notice", "slow_found")),
     ]
     if faults:
         raise SpecError(str(faults[0]))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from greylag.plan.demand import Estimate
 from greylag.plan.known import Trained
@@ -60,7 +59,8 @@ def fit_trend(models: Sequence[Trained], since: float = 0.0) -> Trend:
     years = np.array([m.year for m in records])
     logs = np.log10([m.flops for m in records])
     centre = float(years.mean())
-    slope, error, level = _line(years - centre, logs)
+    (slope, level), covariance = np.polyfit(years - centre, logs, 1, cov=True)
+    slope, level, error = float(slope), float(level), float(np.sqrt(covariance[0, 0]))
     basis = (
         f"one standard error of a log-linear fit to {len(records)} records, {records[0].name} ({records[0].date}) to "
         f"{records[-1].name} ({records[-1].date})"
@@ -76,12 +76,3 @@ def fit_trend(models: Sequence[Trained], since: float = 0.0) -> Trend:
         level=level,
         centre=centre,
     )
-
-
-def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Slope, its standard error, and the mean of `y`, of a line by least squares; `x` has mean 0."""
-    spread = float(x @ x)
-    slope = float(x @ y) / spread
-    rest = y - y.mean() - slope * x
-    error = float(np.sqrt(rest @ rest / (len(x) - 2) / spread))
-    return slope, error, float(y.mean())

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from greylag.report.demand import power
 from greylag.report.show import table_of
 from greylag.spec.quantity import count, digits, percent
 
@@ -279,7 +280,7 @@ def print_law_answer(answer: Answered, console: Console | None = None) -> None:
     table.add_row("parameters", count(answer.parameters))
     table.add_row("tokens", count(answer.tokens))
     table.add_row("tokens per parameter", digits(answer.tokens / answer.parameters))
-    table.add_row("cost in FLOPs, P bits counted P / 16", _power(answer.cost))
+    table.add_row("cost in FLOPs, P bits counted P / 16", power(answer.cost))
     table.add_section()
     table.add_row("loss (nats per token)", f"{answer.loss:.4f}")
     table.add_row("of it, what precision costs", f"{answer.loss - answer.high_loss:.4f}")
@@ -311,7 +312,7 @@ def print_optimum(optimum: Best, console: Console | None = None) -> None:
     console = console or Console()
     held = f", {optimum.held} held" if optimum.held else ""
     console.print(
-        f"[bold]Best for {_power(optimum.budget)} FLOPs[/]{held} (P bits counted P / 16), by {escape(optimum.source)}",
+        f"[bold]Best for {power(optimum.budget)} FLOPs[/]{held} (P bits counted P / 16), by {escape(optimum.source)}",
         highlight=False,
     )
     table = table_of("precision", "parameters", "tokens", "loss", "above the best", "outside of the fit")
@@ -369,11 +370,6 @@ def _print_limits(outside: Sequence[Outside], remarks: Sequence[str], console: C
         console.print(f"[yellow]Extrapolates[/]: {o.what} {_figure(o.value)} lie {by}.", highlight=False)
     for remark in remarks:
         console.print(f"Limit: {remark}.", markup=False, highlight=False)
-
-
-def _power(value: float) -> str:
-    """3.60e24."""
-    return f"{value:.2e}".replace("e+", "e")
 
 
 def _figure(value: float) -> str:

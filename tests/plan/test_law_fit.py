@@ -11,10 +11,11 @@ from rich.console import Console
 from greylag.plan.kumar import Bits, Kumar
 from greylag.plan.law import asked_precision, optimum
 from greylag.plan.law_fit import Constant, fit
-from greylag.plan.law_runs import Runs, counted, job_precision, read_csv, read_folders
+from greylag.plan.law_runs import Runs, counted, job_precision, of_runs, read_csv
 from greylag.plan.sun import Layout, Sun, layout
 from greylag.report.law import print_fit
-from greylag.spec import SpecError, Step, load_job
+from greylag.report.record import read_record
+from greylag.spec import Job, SpecError, Step, load_job
 
 NOISE = 0.005
 BITS = ((16, 16, 16), (3.5, 16, 16), (4, 16, 16), (6, 16, 16), (16, 3.5, 16), (16, 4, 16), (16, 6, 16), (16, 16, 3),
@@ -35,6 +36,11 @@ def planted(law: Kumar | Sun, seed: int, precisions=None, sizes=None, tokens=Non
     precision = type(how[0])(*rows[2:])
     loss = law.loss(rows[0], rows[1], precision) * np.exp(generator.normal(0, NOISE, rows.shape[1]))
     return Runs("planted", rows[0], rows[1], precision, loss)
+
+
+def read(folder: Path) -> tuple[str, Job, list[Step]]:
+    record = read_record(folder)
+    return str(folder), record.job, record.steps
 
 
 def holds(constant: Constant, wider: float = 1.0) -> bool:
@@ -181,7 +187,7 @@ def test_run_folders_are_read_and_unfinished_ones_named(tmp_path):
     whole = folder(tmp_path / "whole", job, [4.0, 3.0, 2.0, 1.0])
     valid = folder(tmp_path / "valid", job, [4.0, 3.0, 2.0, 1.0], validation=1.5)
     half = folder(tmp_path / "half", job, [4.0, 3.0])
-    runs = read_folders([whole, valid, half], "kumar")
+    runs = of_runs(map(read, (whole, valid, half)), "kumar")
     assert runs.loss.tolist() == [2.5, 1.5]
     assert runs.tokens.tolist() == [2048, 2048]
     assert any("half: left out, it stopped after 2 of 4" in note for note in runs.notes)
@@ -192,6 +198,4 @@ def test_run_folders_are_read_and_unfinished_ones_named(tmp_path):
     assert (exponent, mantissa) == (4, 3)
     assert block > 1000
     assert 0 < counted(job.model) < 1e9
-    assert isinstance(read_folders([valid], "sun").precision, Layout)
-    with pytest.raises(SpecError, match="give run folders"):
-        read_folders([tmp_path / "none"], "kumar")
+    assert isinstance(of_runs([read(valid)], "sun").precision, Layout)
