@@ -19,8 +19,6 @@ _SCALAR_TYPES = {5: 2, 6: 4, 7: 8, 15: 2, 23: 1, 24: 1, 25: 1, 26: 1}
 """Bytes of c10::ScalarType's floating types by number: Half, Float, Double, BFloat16, the Float8s."""
 
 
-_TF32 = re.compile(r"tf32|s1688|nvjet", re.IGNORECASE)
-"""Kernels that round FP32 operands to TF32, at a rate that no device's `fp32` means."""
 _PART = re.compile(r"reduce_?kernel", re.IGNORECASE)
 """What adds up the parts of a GEMM: a trace that lost kernels may hold it alone."""
 _FUSED = re.compile(r"flash|fmha|attn|attention|sdpa|bwd_kernel", re.IGNORECASE)
@@ -31,8 +29,7 @@ def read_operator(name: str, inputs: Inputs, kernels: Sequence[str]) -> Kernel |
     """What an operator did in these kernels, a sample of 0 seconds; None if that does not follow from its inputs."""
     if name in _GEMMS or name in _GROUPED:
         gemm = _gemm(name, inputs) if name in _GEMMS else _grouped(name, inputs)
-        other_rate = gemm and gemm.dtype == "fp32" and any(map(_TF32.search, kernels))
-        return None if other_rate or all(map(_PART.search, kernels)) else gemm
+        return None if all(map(_PART.search, kernels)) else gemm
     if name in _CORES:
         return _attention(name, inputs) if any(map(_FUSED.search, kernels)) else None
     return _move(name, inputs, kernels[0]) if len(kernels) == 1 else None
@@ -123,7 +120,7 @@ def _dtype(name: str) -> Dtype | None:
     """The class of an operand's type, by the rate that GEMMs run at."""
     if name.startswith(("float8_e4m3", "float8_e5m2")):
         return "fp8"
-    return "bf16" if name in ("bfloat16", "half") else "fp32" if name == "float" else None
+    return "bf16" if name in ("bfloat16", "half") else None
 
 
 class _Core(NamedTuple):

@@ -91,9 +91,9 @@ def fit(cluster: Cluster, measured: Measurements) -> Fitted:
 
 
 def _kinds(measured: Measurements) -> dict[str, list[Sample]]:
-    """The kinds of sample that there are, and the samples; not GEMMs in FP32, which may be TF32 in disguise."""
+    """The kinds of sample that there are, and the samples."""
     kinds: dict[str, list[Sample]] = {
-        "GEMM": [gemm for gemm in measured.gemms if gemm.dtype != "fp32"],
+        "GEMM": [*measured.gemms],
         "attention": [*measured.attention],
         "elementwise": [*measured.moves],
     }

@@ -8,7 +8,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-Dtype = Literal["fp8", "bf16", "fp32"]
+Dtype = Literal["fp8", "bf16"]
+"""Of a GEMM that is fitted. FP32 is not: its units are others, or TF32 in disguise."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
 
 

@@ -227,7 +227,7 @@ def _trials(sizes: Sizes, facts: Facts, place: Place, world: World) -> list[Tria
     trials = [kernels.gemm(*shape, dtype, device) for dtype in dtypes for shape in sizes.gemms]
     if "accumulating" not in lacks:
         trials += [kernels.accumulating_gemm(*shape, device) for shape in sizes.accumulating]
-    groupable = [dtype for dtype in dtypes if f"grouped {dtype}" not in lacks and dtype != "fp32"]
+    groupable = [dtype for dtype in dtypes if f"grouped {dtype}" not in lacks]
     trials += [kernels.grouped_gemm(*shape, dtype, device) for dtype in groupable for shape in sizes.grouped]
     if "attention" not in lacks:
         trials += [kernels.attention(*s, backward, device) for backward in (False, True) for s in sizes.attention]

@@ -36,6 +36,8 @@ KINDS = {
 }
 """What a device may lack a kernel for, in words."""
 
+OUT_BYTES = 2.0
+"""Of an element of a GEMM's result, BF16 unless it adds to FP32."""
 HEAD_DIM = 128
 WIDTH = 4096
 """Elements of a row of what is moved."""
@@ -68,7 +70,7 @@ def gemm(m: int, n: int, k: int, dtype: Dtype, device: torch.device) -> Trial:
         return _kept(lambda: torch._scaled_mm(x, w.t(), one, one, out_dtype=torch.bfloat16))
 
     def sample(s: float) -> GemmSample:
-        return GemmSample(m=m, n=n, k=k, dtype=dtype, out_bytes=_out_bytes(dtype), seconds=s)
+        return GemmSample(m=m, n=n, k=k, dtype=dtype, out_bytes=OUT_BYTES, seconds=s)
 
     return _trial(_gemm_memory(1, m, n, k, dtype), make, sample, device)
 
@@ -99,7 +101,7 @@ def grouped_gemm(groups: int, m: int, n: int, k: int, dtype: Dtype, device: torc
         return _kept(lambda: torch._scaled_grouped_mm(x, w, rows, columns, offs=ends, out_dtype=torch.bfloat16))
 
     def sample(s: float) -> GemmSample:
-        return GemmSample(m=m, n=n, k=k, dtype=dtype, groups=groups, out_bytes=_out_bytes(dtype), seconds=s)
+        return GemmSample(m=m, n=n, k=k, dtype=dtype, groups=groups, out_bytes=OUT_BYTES, seconds=s)
 
     return _trial(_gemm_memory(groups, m, n, k, dtype), make, sample, device)
 
@@ -236,17 +238,11 @@ def _operand(shape: tuple[int, ...], dtype: Dtype, device: torch.device) -> Tens
     if dtype == "fp8":
         assert E4M3.dtype is not None
         return torch.randn(shape, dtype=torch.bfloat16, device=device).to(E4M3.dtype)
-    if dtype == "fp32":
-        return torch.randn(shape, device=device)
     too_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < AMPERE
     return torch.randn(shape, dtype=torch.float16 if too_old else torch.bfloat16, device=device)
 
 
 def _gemm_memory(groups: int, m: int, n: int, k: int, dtype: Dtype) -> float:
     """Bytes of operands and results; operands in FP8 come from some in BF16."""
-    width = {"fp8": 3.0, "bf16": 2.0, "fp32": 4.0}[dtype]
-    return groups * ((m + n) * k * width + m * n * _out_bytes(dtype))
-
-
-def _out_bytes(dtype: Dtype) -> float:
-    return 4.0 if dtype == "fp32" else 2.0
+    width = {"fp8": 3.0, "bf16": 2.0}[dtype]
+    return groups * ((m + n) * k * width + m * n * OUT_BYTES)

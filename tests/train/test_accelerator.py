@@ -16,7 +16,7 @@ from greylag.train.stopwatch import CPU, lap, seconds, seconds_together
 
 SMALL, LARGE = 1 << 12, 1 << 19
 SIZES = Sizes(
-    dtypes=("fp32", "bf16", "fp8"),
+    dtypes=("bf16", "fp8"),
     gemms=((32, 32, 32), (128, 512, 512)),
     accumulating=((64, 64, 64),),
     grouped=((4, 16, 32, 32), (4, 64, 256, 256)),
@@ -58,7 +58,7 @@ def measured(request: pytest.FixtureRequest) -> Measurements:
 
 def test_all_is_measured_that_a_cpu_has(measured: Measurements) -> None:
     gemms = [(g.dtype, g.groups, g.m, g.n, g.k, g.out_bytes) for g in measured.gemms]
-    plain = [(dtype, 1, *shape, size) for dtype, size in (("fp32", 4.0), ("bf16", 2.0)) for shape in SIZES.gemms]
+    plain = [("bf16", 1, *shape, 2.0) for shape in SIZES.gemms]
     assert gemms == plain + [("bf16", *shape, 2.0) for shape in SIZES.grouped]
     assert [sample.backward for sample in measured.attention] == [False, False, True, True]
     assert {sample.width for sample in measured.attention} == {256}
@@ -199,7 +199,7 @@ def test_memory_of_a_trial_bounds_what_it_makes() -> None:
                 Counted.total += out.nbytes
             return out
 
-    trial = kernels.gemm(64, 96, 128, "fp32", CPU)
+    trial = kernels.gemm(64, 96, 128, "bf16", CPU)
     with Counted():
         trial.take()
     assert trial.memory / 2 < Counted.total < trial.memory
