@@ -56,6 +56,20 @@ def test_rsc_2_has_its_published_rate():
     assert per_thousand_node_days(load_failures("meta-rsc-2")) == pytest.approx(2.34, abs=0.002)
 
 
+def test_byterobust_has_its_published_counts():
+    """arXiv 2509.16293, table 1: of all incidents 9.9% are hangs, 0.8% a falling MFU, 0.3% NaN; 5,948 are implicit."""
+    failures = load_failures("byterobust")
+    implicit = [failures.causes["unknown"]["job hang"], failures.counts["slow"], failures.counts["corruption"]]
+    assert sum(implicit) == 5948
+    assert failures.count == 43264 + 5948
+    assert [round(100 * n / sum(implicit)) for n in implicit] == [round(100 * p / 11.0) for p in (9.9, 0.8, 0.3)]
+
+
+def test_megascale_was_repaired_a_hundred_times():
+    """NSDI 2024: over 100 times in several weeks on more than 10,000 GPUs."""
+    assert 14 * DAY < 100 * load_failures("megascale").mttf(10_000) < 42 * DAY
+
+
 # Intervals.
 
 
@@ -136,11 +150,11 @@ def test_restarts_show_in_the_numbers_of_steps():
 
 
 def test_presets_are_named():
-    assert presets("failures") == ["llama-3", "meta-rsc-1", "meta-rsc-2"]
+    assert presets("failures") == ["byterobust", "llama-3", "megascale", "meta-rsc-1", "meta-rsc-2"]
     with pytest.raises(SpecError, match="did you mean 'llama-3'"):
         load_failures("llama3")
-    with pytest.raises(SpecError, match="known: llama-3"):
-        load_failures("byterobust")
+    with pytest.raises(SpecError, match="known: byterobust, llama-3"):
+        load_failures("gemini")
 
 
 @pytest.mark.parametrize(

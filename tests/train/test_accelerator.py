@@ -66,14 +66,18 @@ def test_all_is_measured_that_a_cpu_has(measured: Measurements) -> None:
     assert measured.launch_us is None
 
 
+FASTEST_FLOPS, FASTEST_BYTES = 1e13, 1e12
+"""A second of any CPU, and of what its memory and links move."""
+
+
 def test_times_are_those_of_work(measured: Measurements) -> None:
-    samples = [*measured.gemms, *measured.attention, *measured.moves, *measured.collectives]
-    assert all(0 < sample.seconds < 1 for sample in samples)
-    for kind in (measured.gemms, measured.attention, measured.moves):
-        small, large = (sum(sample.seconds for sample in kind[start::2]) for start in (0, 1))
-        assert small < large
-    forward, backward = (sum(s.seconds for s in measured.attention if s.backward is b) for b in (False, True))
-    assert forward < backward
+    """However busy the machine: no less than its hardware takes."""
+    for gemm in measured.gemms:
+        assert gemm.seconds > 2 * gemm.groups * gemm.m * gemm.n * gemm.k / FASTEST_FLOPS
+    for attention in measured.attention:
+        assert attention.seconds > (2 if attention.backward else 1) * attention.flops / FASTEST_FLOPS
+    for move in [*measured.moves, *measured.collectives]:
+        assert move.seconds > move.bytes / FASTEST_BYTES
 
 
 def test_who_measured_what_is_said(pair: Measurements, single: Measurements) -> None:
@@ -88,8 +92,6 @@ def test_two_ranks_have_collectives_and_one_has_none(pair: Measurements, single:
     assert single.collectives == []
     found = [(s.collective, s.bytes, s.ranks, s.stride) for s in pair.collectives]
     assert found == [(name, size, 2, 1) for size in SIZES.messages for name in COLLECTIVES]
-    small, large = (sum(s.seconds for s in pair.collectives if s.bytes == size) for size in SIZES.messages)
-    assert small < large
 
 
 def test_on_two_nodes_each_tier_is_measured_alone(ranks) -> None:
@@ -205,19 +207,19 @@ def test_memory_of_a_trial_bounds_what_it_makes() -> None:
     assert trial.memory / 2 < Counted.total < trial.memory
 
 
-def test_a_stopwatch_gives_the_time_of_one_run() -> None:
+def test_a_stopwatch_gives_the_time_of_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only `run` moves."""
     calls: list[str] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.015625 * calls.count("run"))
 
     def run() -> None:
-        time.sleep(0.004)
         calls.append("run")
 
-    row = [run] * 5
-    assert lap(row, CPU) >= 0.020
+    row = [run] * 4
+    assert lap(row, CPU) == 4 * 0.015625
     calls.clear()
-    assert 0.004 <= seconds(row, lambda: calls.append("prepare")) < 0.016
-    assert calls[:12] == ["prepare", *["run"] * 5] * 2
-    assert calls.count("prepare") >= 4
+    assert seconds(row, lambda: calls.append("prepare")) == 0.015625
+    assert calls == ["prepare", *["run"] * 4] * 4
     calls.clear()
-    assert 0.004 <= seconds_together(row, lambda: calls.append("align")) < 0.016
-    assert calls == ["align", *["run"] * 5] * 9
+    assert seconds_together(row, lambda: calls.append("align")) == 0.015625
+    assert calls == ["align", *["run"] * 4] * 9
