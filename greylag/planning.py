@@ -36,6 +36,7 @@ from greylag.plan.law import (
 from greylag.plan.law_runs import LawName, counted, job_precision
 from greylag.plan.recovery import POLICIES, Fleet, Policy, Recovery
 from greylag.report.account import Account, account
+from greylag.report.budget import at, together
 from greylag.sim import predict
 from greylag.sim.memory import CONTEXT, FRAGMENTATION, memory
 from greylag.sim.search import brief, search
@@ -141,11 +142,16 @@ def days_by_size(
 ) -> Demand:
     """Days of a job's training on clusters of several sizes, at the utilization that the search predicts for each."""
     known, utilization = predicted(job, sizes, progress)
-    used, device, dtype = between(sizes, known, utilization), job.cluster.device, dtype_of(job)
+    used, device = between(sizes, known, utilization), job.cluster.device
+    return _demand(training, sizes, device, dtype_of(job), used, watts=watts, pue=pue, price=price)
+
+
+def _demand(
+    training: Training, sizes: Sequence[int], device: Device, dtype: str, used: Estimate, **paid: float | None
+) -> Demand:
+    """Of so many devices of one kind; `paid` are the power, the site and the price of `demand`."""
     labels = [device.name] * len(sizes)
-    return demand(
-        training, sizes, peak_of(device, dtype), used, dtype=dtype, labels=labels, watts=watts, pue=pue, price=price
-    )
+    return demand(training, sizes, peak_of(device, dtype), used, dtype=dtype, labels=labels, **paid)
 
 
 def peak_of(device: Device, dtype: str) -> float:
@@ -221,9 +227,8 @@ class Plan:
     @property
     def dated(self) -> list[Calendar]:
         """The calendars with the interval of computing and that of failures, end to end: no narrower than either."""
-        low, high = (float(np.asarray(end)[0]) for end in self.demand.days.bounds)
-        ends = zip(self.calendars, self.goodputs, strict=True)
-        return [replace(c, interval=(low / g.interval[1], high / g.interval[0])) for c, g in ends]
+        computing = at(self.demand.days)
+        return [replace(c, interval=together(c.interval, computing)) for c in self.calendars]
 
 
 def plan_of(
@@ -250,18 +255,8 @@ def plan_of(
     beside = [int(devices * times) for times in SIZES if devices * times % job.cluster.devices_per_node == 0]
     others = [(size, fastest(job, size, progress)) for size in beside]
     fitting = [(devices, flown), *((size, found) for size, found in others if found)]
-    sizes, device, dtype = [size for size, _ in fitting], job.cluster.device, dtype_of(job)
-    asked = demand(
-        training,
-        sizes,
-        peak_of(device, dtype),
-        _utilization([found for _, found in fitting]),
-        dtype=dtype,
-        labels=[device.name] * len(sizes),
-        watts=watts,
-        pue=pue,
-        price=price,
-    )
+    sizes, used = [size for size, _ in fitting], _utilization([found for _, found in fitting])
+    asked = _demand(training, sizes, job.cluster.device, dtype_of(job), used, watts=watts, pue=pue, price=price)
     useful = float(np.asarray(asked.days.value)[0])
     goodputs = practice_of(flown.job, failures).by_policy()
     answers, optima, curves, remarks = _precision(job, tokens)
@@ -314,7 +309,5 @@ def stated_days(
     if isinstance(device, str):
         cluster: Cluster = load_preset("cluster", device)
         device = cluster.device
-    labels, used = [device.name] * len(sizes), stated_utilization(utilization)
-    return demand(
-        training, sizes, peak_of(device, dtype), used, dtype=dtype, labels=labels, watts=watts, pue=pue, price=price
-    )
+    used = stated_utilization(utilization)
+    return _demand(training, sizes, device, dtype, used, watts=watts, pue=pue, price=price)

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from greylag.plan.campaign import simulate
-from greylag.plan.failures import HOUR, MINUTE, Failures, count_restarts, load_failures
+from greylag.plan.failures import Failures, count_restarts, load_failures
 from greylag.plan.failures import fit as fit_failures
 from greylag.plan.goodput import calendar, enough_spares, over_sizes
 from greylag.plan.law import answer, asked_precision, law_named, optimum
@@ -23,6 +23,7 @@ from greylag.report.goodput import print_goodput, print_scale
 from greylag.report.law import print_fit, print_law_answer, print_optimum
 from greylag.report.record import STEPS, read_lines, read_record
 from greylag.spec.error import SpecError
+from greylag.spec.quantity import HOUR, MINUTE
 from greylag.spec.step import Step
 
 SCALE = (1000, 3000, 10000, 30000, 100000)

@@ -35,7 +35,9 @@ Tokens = Annotated[
 Price = Annotated[float | None, typer.Option(help="Of a device-hour, in any currency.", show_default=False)]
 Watts = Annotated[float | None, typer.Option(help="Of a device with its share of the server.", show_default=False)]
 Pue = Annotated[float | None, typer.Option(help="What the site draws over that: 1.2.", show_default=False)]
-FailureNames = Annotated[str, typer.Option(help="Rates: llama-3, meta-rsc-1, meta-rsc-2, megascale, byterobust, or a TOML file.")]
+FailureNames = Annotated[
+    str, typer.Option(help="Rates: llama-3, meta-rsc-1, meta-rsc-2, megascale, byterobust, or a TOML file.")
+]
 
 
 @app.command("job")

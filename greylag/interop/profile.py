@@ -19,7 +19,7 @@ from greylag.interop.aten import read_operator
 from greylag.interop.inputs import Inputs, Recorded
 from greylag.interop.kineto import EARLIER, GRAPH, Event, Trace, read_trace
 from greylag.spec.error import SpecError
-from greylag.spec.measurement import AttentionSample, GemmSample, Kernel, Measurements, MoveSample
+from greylag.spec.measurement import Kernel, Measurements, MoveSample
 
 SMALLEST_MOVE = float(1 << 20)
 """Bytes; of fewer, launching takes longer than moving."""
@@ -58,13 +58,10 @@ def read_profile(paths: Sequence[Path]) -> Measurements:
         gaps += trace.gaps
         steps += trace.steps
     samples = [replace(sample, seconds=statistics.median(took)) for sample, took in times.items()]
-    return Measurements(
+    return Measurements.of(
+        [*samples, *nccl.samples_of(list(sent.values()))],
         device=device or "",
         source=f"trace {', '.join(map(str, paths))}",
-        gemms=[s for s in samples if isinstance(s, GemmSample)],
-        attention=[s for s in samples if isinstance(s, AttentionSample)],
-        moves=[s for s in samples if isinstance(s, MoveSample)],
-        collectives=nccl.samples_of(list(sent.values())),
         launch_us=statistics.median(gaps) * 1e6 if gaps else None,
         step=statistics.median(steps) if steps else None,
         busy=busy,

@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from greylag.plan.failures import DAY, Failures
+from greylag.plan.failures import Failures
 from greylag.plan.recovery import Fleet, Policy, Recovery, Response, job_rates, respond
 from greylag.spec.error import SpecError
+from greylag.spec.quantity import DAY
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

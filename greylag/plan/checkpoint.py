@@ -4,10 +4,11 @@ import math
 
 import msgspec
 
-from greylag.plan.failures import DAY, Failures
+from greylag.plan.failures import Failures
 from greylag.plan.goodput import split
 from greylag.plan.recovery import Fleet, Policy, Recovery, job_rates, respond
 from greylag.spec.error import SpecError
+from greylag.spec.quantity import DAY
 
 LONGEST = DAY
 """Seconds between checkpoints that `best_interval` never goes beyond."""

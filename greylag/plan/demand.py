@@ -16,11 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from greylag.spec.error import SpecError
 from greylag.spec.model import Model
 from greylag.spec.parts import num_active_parameters, num_parameters
-from greylag.spec.quantity import count
+from greylag.spec.quantity import DAY, HOUR, count
 from greylag.spec.work import flops_per_token
-
-HOUR, DAY = 3600.0, 86400.0
-"""Seconds."""
 
 BEYOND_SIX_ND = (0.93, 1.24)
 """What counting gives over 6 x active parameters x tokens, least and most of the models of `presets/trained.toml` whose

@@ -19,10 +19,8 @@ from greylag.plan.poisson import count_interval
 from greylag.spec.error import SpecError
 from greylag.spec.finding import Finding
 from greylag.spec.load import PRESETS, presets
+from greylag.spec.quantity import DAY
 from greylag.spec.step import Step
-
-DAY, HOUR, MINUTE = 86400.0, 3600.0, 60.0
-"""Seconds."""
 
 Kind = Literal["hardware", "network", "software", "unknown", "corruption", "slow"]
 """What failures have in common is what they ask for. `hardware`, `network` and `unknown` stop the job and take a node;

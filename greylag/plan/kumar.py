@@ -8,9 +8,10 @@ result: with them the best precision at fixed compute is 7.0 bits, without them 
 
 A model that is quantized after training loses more, the longer it was trained:
 
-    delta(N, D, P_post) = C_T D^gamma_D / N^gamma_N exp(-P_post / gamma_post) prod_x (1 - exp(-C_x (P_x - P_post)))
+    delta(N, D, P_post) = C_T D^gamma_D / N^gamma_N exp(-P_post / gamma_post)
 
-so that beyond D_crit more tokens hurt. What the two laws share is `law`'s.
+so that beyond D_crit more tokens hurt. That is of models trained in high precision: fewer bits in training harden a
+model against it, by factors whose constants Table 2 does not give. What the two laws share is `law`'s.
 """
 
 from typing import NamedTuple
@@ -140,27 +141,12 @@ class Kumar(msgspec.Struct, frozen=True, kw_only=True):
         with np.errstate(divide="ignore", over="ignore"):
             return self.A * effective**-self.alpha + self.B * np.asarray(tokens, float) ** -self.beta + self.E
 
-    def post_penalty(
-        self,
-        parameters: Number,
-        tokens: Number,
-        post_bits: Number,
-        trained: Bits | None = None,
-        robustness: Bits | None = None,
-    ) -> Number:
-        """Nats per token that quantizing the weights to `post_bits` after training adds.
-
-        `trained` and `robustness` (C_x, per bit; Table 2 gives none) take off what training at few bits has hardened
-        the model against; without them it was trained in high precision.
-        """
+    def post_penalty(self, parameters: Number, tokens: Number, post_bits: Number) -> Number:
+        """Nats per token that quantizing the weights to `post_bits` after training adds."""
         if self.C_T is None:
             raise SpecError("this fit knows nothing of quantizing after training; ask --law kumar without --fit")
         growth = np.asarray(tokens, float) ** self.data_exponent / np.asarray(parameters, float) ** self.size_exponent
-        penalty = self.C_T * growth * np.exp(-np.asarray(post_bits, float) / self.gamma_post)
-        if trained is not None and robustness is not None:
-            for bits, rate in zip(trained, robustness, strict=True):
-                penalty = penalty * np.maximum(1 - np.exp(-rate * (bits - post_bits)), 0.0)
-        return penalty
+        return self.C_T * growth * np.exp(-np.asarray(post_bits, float) / self.gamma_post)
 
     def post_critical_tokens(self, parameters: Number, post_bits: Number) -> Number:
         """D_crit: tokens at which the loss plus `post_penalty` is least, so that d(L + delta)/dD = 0."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from greylag.plan.kumar import Kumar
+from greylag.plan.law import Law
 from greylag.plan.law_form import Form, form_of
 from greylag.plan.law_runs import Runs
 from greylag.plan.reach import Floats, Outside, Range, outside
@@ -98,7 +99,8 @@ class Fit:
         """The loss of a plan by this fit, its interval, and how far the plan lies outside of the runs."""
 
         def log_loss(theta: Floats) -> float:
-            return float(np.log(self.problem.form.law(theta).loss(parameters, tokens, precision)))
+            law: Law = self.problem.form.law(theta)
+            return float(np.log(law.loss(parameters, tokens, precision)))
 
         low, value, high = self.problem.profile(log_loss)
         asked = {"parameters": parameters, "tokens": tokens, **self.law.coordinates(precision)}
@@ -158,7 +160,8 @@ class Problem:
 
     def residuals(self, theta: Floats) -> Floats:
         """Logarithms of the law's losses over the runs'."""
-        runs, law = self.runs, self.form.law(theta)
+        runs = self.runs
+        law: Law = self.form.law(theta)
         with np.errstate(all="ignore"):
             loss = np.asarray(law.loss(runs.parameters, runs.tokens, runs.precision), float)
             return np.asarray(np.clip(np.nan_to_num(np.log(loss) - self.log_loss, nan=1e3), -1e3, 1e3), float)
@@ -186,8 +189,7 @@ class Problem:
         off = (off - off.mean()) * np.sqrt(len(off) / self.freedom)
 
         def refitted(shift: Floats) -> Kumar | Sun:
-            law: Kumar | Sun = self.form.law(self._search(lambda theta: self.residuals(theta) - shift, self.theta))
-            return law
+            return self.form.law(self._search(lambda theta: self.residuals(theta) - shift, self.theta))
 
         return [refitted(self.residuals(self.theta) - generator.choice(off, len(off))) for _ in range(number)]
 

@@ -5,7 +5,7 @@ log N, whose height is known in the middle and not at N = 1. The form turns such
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -14,19 +14,6 @@ from greylag.plan.law_runs import Runs
 from greylag.plan.reach import Floats, Number, Range
 from greylag.plan.sun import Layout, Sun
 from greylag.spec.error import SpecError
-
-
-class Form(Protocol):
-    """A law's shape: how logarithms that a search moves become its constants."""
-
-    def start(self, generator: np.random.Generator) -> Floats:
-        """A place to search from."""
-
-    def law(self, theta: Floats) -> Any:
-        """The law with the constants of a place."""
-
-    def constants(self, law: Any) -> dict[str, float]:
-        """By name; offsets are named n_."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class KumarForm:
             )
 
     def constants(self, law: Kumar | Sun) -> dict[str, float]:
-        """By name; terms by their operands, `bits` where one stands for all."""
+        """By name; terms by their operands, `bits` where one stands for all; offsets are named n_."""
         assert isinstance(law, Kumar)
         found = {name: getattr(law, name) for name in ("A", "alpha", "B", "beta", "E")}
         for term in law.terms:
@@ -132,7 +119,11 @@ class SunForm:
         return {n: getattr(law, n) for n in ("n", "alpha", "d", "beta", "epsilon", "gamma", "delta", "nu")}
 
 
-def form_of(runs: Runs) -> tuple[KumarForm | SunForm, tuple[str, ...]]:
+Form: TypeAlias = KumarForm | SunForm
+"""How logarithms that a search moves become the constants of a law."""
+
+
+def form_of(runs: Runs) -> tuple[Form, tuple[str, ...]]:
     """The form of the law that the runs' precision is of (`Bits`: Kumar's, `Layout`: Sun's), and notes on it.
 
     Raises SpecError if all runs have one precision.

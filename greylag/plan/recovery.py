@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from greylag.plan.failures import DAY, HOUR, MINUTE, Failures, Rates
+from greylag.plan.failures import Failures, Rates
 from greylag.spec.error import SpecError
 from greylag.spec.fault import positive
+from greylag.spec.quantity import DAY, HOUR, MINUTE
 
 Policy = Literal["restart", "spares", "eject", "skip"]
 """`restart`: the whole job restarts from its last checkpoint, with a node from a pool that never runs out.

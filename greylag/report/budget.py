@@ -10,7 +10,7 @@ from math import isclose
 from typing import NamedTuple
 
 from greylag.report.demand import Demanded, Figured
-from greylag.report.goodput import Dated, Kept, between
+from greylag.report.goodput import Dated, Interval, Kept, between
 from greylag.spec.quantity import COUNT, NONE, digits, finite, percent, unit
 
 PREFERRED = ("spares", "restart", "eject", "skip")
@@ -43,6 +43,11 @@ class Told(NamedTuple):
     value: str
     interval: str
     """Empty where there is none."""
+
+    @property
+    def line(self) -> str:
+        """12.3 (10.1–14.2)."""
+        return f"{self.value} ({self.interval})" if self.interval else self.value
 
 
 @dataclass(frozen=True)
@@ -101,22 +106,25 @@ def at(figure: Figured, number: int = 0) -> Amount:
 
 def elapsed(computing: Amount, dated: Dated) -> Amount:
     """Days with failures: their interval, and that of the days of computing, which the calendar takes as exact."""
-    return _together(Amount(dated.days, *dated.interval, FAILURES_ALONE), computing)
+    return _with_computing(dated.days, dated.interval, computing)
 
 
 def lost_hours(computing: Amount, kept: Kept, dated: Dated) -> Amount:
     """Device-hours in which nothing was gained: of the job's devices, and of spares that stood by."""
     low, high = (24 * (days * kept.held - computing.value * kept.num_devices) for days in dated.interval)
-    lost = dated.lost_device_hours + dated.spare_device_hours
-    return _together(Amount(lost, low, high, FAILURES_ALONE), computing)
+    return _with_computing(dated.lost_device_hours + dated.spare_device_hours, (low, high), computing)
 
 
-def _together(with_failures: Amount, computing: Amount) -> Amount:
+def _with_computing(value: float, failing: Interval, computing: Amount) -> Amount:
+    basis = FAILURES_ALONE if computing.low is None else TOGETHER
+    return Amount(value, *together(failing, computing), basis)
+
+
+def together(failing: Interval, computing: Amount) -> Interval:
     """The ends of what failures leave open, each for the same end of the computing that it grows with."""
-    value, low, high, _ = with_failures
-    if computing.low is None or computing.high is None or low is None or high is None:
-        return with_failures
-    return Amount(value, low * computing.low / computing.value, high * computing.high / computing.value, TOGETHER)
+    if computing.low is None or computing.high is None:
+        return failing
+    return failing[0] * computing.low / computing.value, failing[1] * computing.high / computing.value
 
 
 def told(amount: Amount | None, write: Callable[[float | None], str] = digits) -> Told:

@@ -37,12 +37,28 @@ class Figured(Protocol):
         """What the interval rests on, or why there is none."""
 
 
-class Trainable(Protocol):
-    """A training; `plan.demand.Training` is one."""
+class Sized(Protocol):
+    """A model and how long it is trained."""
 
     @property
     def name(self) -> str:
         """Of the model."""
+
+    @property
+    def parameters(self) -> float | None:
+        """All of them."""
+
+    @property
+    def active(self) -> float | None:
+        """Those that one token meets; None: all."""
+
+    @property
+    def tokens(self) -> float | None:
+        """Trained on."""
+
+
+class Trainable(Sized, Protocol):
+    """A training; `plan.demand.Training` is one."""
 
     @property
     def flops(self) -> Figured:
@@ -51,18 +67,6 @@ class Trainable(Protocol):
     @property
     def how(self) -> str:
         """How they were come by."""
-
-    @property
-    def tokens(self) -> float | None:
-        """Trained on."""
-
-    @property
-    def parameters(self) -> float | None:
-        """All of them."""
-
-    @property
-    def active(self) -> float | None:
-        """Those that one token meets."""
 
 
 class Demanded(Protocol):
@@ -109,12 +113,8 @@ class Demanded(Protocol):
         """By cluster."""
 
 
-class Knowable(Protocol):
+class Knowable(Sized, Protocol):
     """A known model; `plan.known.Trained` is one."""
-
-    @property
-    def name(self) -> str:
-        """Of the model."""
 
     @property
     def date(self) -> datetime.date:
@@ -123,18 +123,6 @@ class Knowable(Protocol):
     @property
     def year(self) -> float:
         """The same in years."""
-
-    @property
-    def parameters(self) -> float | None:
-        """All of them."""
-
-    @property
-    def active(self) -> float | None:
-        """Those that one token meets; None: all."""
-
-    @property
-    def tokens(self) -> float | None:
-        """Trained on."""
 
     @property
     def counted(self) -> float | None:
@@ -267,7 +255,7 @@ def growth(trend: Trending) -> str:
     )
 
 
-def sized(training: Trainable) -> str:
+def sized(training: Sized) -> str:
     """671 B parameters, 37.0 B active, 14.8 T tokens."""
     parts = [f"{count(training.parameters)} parameters"] if training.parameters else []
     if training.active and training.active != training.parameters:

@@ -5,7 +5,7 @@ Below every table stands what it does not hold for: the ranges that were left, a
 """
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,50 +13,58 @@ from rich.table import Table
 
 from greylag.report.demand import power
 from greylag.report.show import table_of
-from greylag.spec.quantity import count, digits, percent
+from greylag.spec.quantity import count, digits, finite, percent
 
 
-class Outside(Protocol):
-    """A quantity that lies outside of what a law was fitted to; `plan.reach.Outside` is one."""
-
-    @property
-    def what(self) -> str:
-        """Its name."""
-
-    @property
-    def value(self) -> float:
-        """As asked."""
+class Spanning(Protocol):
+    """An interval."""
 
     @property
     def low(self) -> float:
-        """The least that was fitted."""
+        """Where it begins."""
 
     @property
     def high(self) -> float:
-        """The largest."""
-
-    @property
-    def factor(self) -> float:
-        """By how many times it lies outside."""
+        """Where it ends."""
 
 
-class Ranged(Protocol):
+class Ranged(Spanning, Protocol):
     """What was fitted, of one quantity; `plan.reach.Range` is one."""
 
     @property
     def what(self) -> str:
         """Its name."""
 
-    @property
-    def low(self) -> float:
-        """The least."""
+
+class Outside(Ranged, Protocol):
+    """A quantity that lies outside of what a law was fitted to; `plan.reach.Outside` is one."""
 
     @property
-    def high(self) -> float:
-        """The largest."""
+    def value(self) -> float:
+        """As asked."""
+
+    @property
+    def factor(self) -> float:
+        """By how many times it lies outside."""
 
 
-class Choice(Protocol):
+class Bought(Protocol):
+    """What is trained, and the loss that it ends with."""
+
+    @property
+    def parameters(self) -> float:
+        """How many."""
+
+    @property
+    def tokens(self) -> float:
+        """How many."""
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+
+
+class Choice(Bought, Protocol):
     """A precision and what is bought in it; `plan.law.Choice` is one."""
 
     @property
@@ -64,36 +72,16 @@ class Choice(Protocol):
         """Of the precision."""
 
     @property
-    def parameters(self) -> float:
-        """How many."""
-
-    @property
-    def tokens(self) -> float:
-        """How many."""
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
+    def bits(self) -> float:
+        """Of a number."""
 
     @property
     def outside(self) -> Sequence[Outside]:
         """Where it leaves the fit."""
 
 
-class Overtrained(Protocol):
+class Overtrained(Bought, Protocol):
     """The best plan of the same cost and precision; `plan.law.Overtraining` is one."""
-
-    @property
-    def parameters(self) -> float:
-        """How many."""
-
-    @property
-    def tokens(self) -> float:
-        """How many."""
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
 
     @property
     def share(self) -> float:
@@ -116,32 +104,28 @@ class PostTrained(Protocol):
         """Beyond them more training makes the quantized model worse."""
 
 
-class Answered(Protocol):
-    """The loss of a plan; `plan.law.Answer` is one."""
+class Sourced(Protocol):
+    """What a law says."""
 
     @property
     def source(self) -> str:
         """Whose constants."""
 
     @property
+    def remarks(self) -> Sequence[str]:
+        """What the law holds for."""
+
+
+class Answered(Bought, Sourced, Protocol):
+    """The loss of a plan; `plan.law.Answer` is one."""
+
+    @property
     def precision(self) -> str:
         """In words."""
 
     @property
-    def parameters(self) -> float:
-        """How many."""
-
-    @property
-    def tokens(self) -> float:
-        """How many."""
-
-    @property
     def cost(self) -> float:
         """FLOPs, P / 16 each."""
-
-    @property
-    def loss(self) -> float:
-        """Nats per token."""
 
     @property
     def high_loss(self) -> float:
@@ -163,25 +147,9 @@ class Answered(Protocol):
     def outside(self) -> Sequence[Outside]:
         """Where it leaves the fit."""
 
-    @property
-    def remarks(self) -> Sequence[str]:
-        """What the law holds for."""
 
-
-class Best(Protocol):
-    """Ways to spend a budget; `plan.law.Optimum` is one."""
-
-    @property
-    def source(self) -> str:
-        """Whose constants."""
-
-    @property
-    def budget(self) -> float:
-        """FLOPs, P / 16 each."""
-
-    @property
-    def held(self) -> Literal["parameters", "tokens"] | None:
-        """What the question fixed."""
+class Choosing(Sourced, Protocol):
+    """What a law says of precisions."""
 
     @property
     def best(self) -> Choice:
@@ -191,12 +159,44 @@ class Best(Protocol):
     def choices(self) -> Sequence[Choice]:
         """Of what can be chosen."""
 
+
+class Best(Choosing, Protocol):
+    """Ways to spend a budget; `plan.law.Optimum` is one."""
+
     @property
-    def remarks(self) -> Sequence[str]:
-        """What the law holds for."""
+    def budget(self) -> float:
+        """FLOPs, P / 16 each."""
+
+    @property
+    def held(self) -> Literal["parameters", "tokens"] | None:
+        """What the question fixed."""
 
 
-class Fitted(Protocol):
+class Curved(Choosing, Protocol):
+    """Loss over bits; `plan.law.Curve` is one."""
+
+    @property
+    def law(self) -> str:
+        """Its name."""
+
+    @property
+    def tokens(self) -> float:
+        """The same everywhere."""
+
+    @property
+    def product(self) -> float:
+        """Parameters times bits, the same everywhere."""
+
+    @property
+    def bits(self) -> Any:
+        """An array."""
+
+    @property
+    def loss(self) -> Any:
+        """An array, nats per token."""
+
+
+class Fitted(Spanning, Protocol):
     """A constant of a fit; `plan.law_fit.Constant` is one."""
 
     @property
@@ -208,20 +208,8 @@ class Fitted(Protocol):
         """As fitted."""
 
     @property
-    def low(self) -> float:
-        """Where its interval begins."""
-
-    @property
-    def high(self) -> float:
-        """Where it ends."""
-
-    @property
     def published(self) -> float | None:
         """The paper's."""
-
-    @property
-    def is_determined(self) -> bool:
-        """Whether the runs say it."""
 
 
 class Fit(Protocol):
@@ -244,6 +232,10 @@ class Fit(Protocol):
         """All of them."""
 
     @property
+    def undetermined(self) -> Sequence[str]:
+        """Those that the runs do not say."""
+
+    @property
     def ranges(self) -> Sequence[Ranged]:
         """What the runs spanned."""
 
@@ -252,20 +244,12 @@ class Fit(Protocol):
         """What was left out."""
 
 
-class Predicted(Protocol):
+class Predicted(Spanning, Protocol):
     """A fitted law's loss; `plan.law_fit.Prediction` is one."""
 
     @property
     def loss(self) -> float:
         """Nats per token."""
-
-    @property
-    def low(self) -> float:
-        """Where its interval begins."""
-
-    @property
-    def high(self) -> float:
-        """Where it ends."""
 
     @property
     def outside(self) -> Sequence[Outside]:
@@ -342,17 +326,16 @@ def print_fit(fit: Fit, predicted: Predicted | None = None, console: Console | N
     )
     table = table_of("constant", "value", "95% interval", "published")
     for c in fit.constants:
-        value = _digits(c.value) if c.is_determined else "[red]not determined[/]"
+        value = "[red]not determined[/]" if c.name in fit.undetermined else _digits(c.value)
         published = _digits(c.published) if c.published is not None else ""
         table.add_row(c.name, value, f"{_digits(c.low)} to {_digits(c.high)}", published)
     console.print(table)
-    lost = [c.name for c in fit.constants if not c.is_determined]
-    if lost:
+    if fit.undetermined:
+        lost = ", ".join(fit.undetermined)
         console.print(
-            f"The runs do not determine {', '.join(lost)}: add runs that differ more in what these stand for.",
-            highlight=False,
+            f"The runs do not determine {lost}: add runs that differ more in what these stand for.", highlight=False
         )
-    spans = ", ".join(f"{r.what} {_figure(r.low)} to {_figure(r.high)}" for r in fit.ranges)
+    spans = ", ".join(f"{r.what} {figure(r.low)} to {figure(r.high)}" for r in fit.ranges)
     console.print(f"Fitted range: {spans}.", highlight=False)
     for note in fit.notes:
         console.print(f"{note}.", markup=False, highlight=False)
@@ -364,15 +347,19 @@ def print_fit(fit: Fit, predicted: Predicted | None = None, console: Console | N
 
 def _print_limits(outside: Sequence[Outside], remarks: Sequence[str], console: Console) -> None:
     for o in outside:
-        end = o.high if o.value > o.high else o.low
-        side = "above" if o.value > o.high else "below"
-        by = f"{digits(o.factor)} times {side} {_figure(end)}, the {'most' if side == 'above' else 'least'} fitted"
-        console.print(f"[yellow]Extrapolates[/]: {o.what} {_figure(o.value)} lie {by}.", highlight=False)
+        console.print(f"[yellow]Extrapolates[/]: {o.what} {figure(o.value)} lie {how_far(o)}.", highlight=False)
     for remark in remarks:
         console.print(f"Limit: {remark}.", markup=False, highlight=False)
 
 
-def _figure(value: float) -> str:
+def how_far(o: Outside) -> str:
+    """577 times above 26.0 B, the most fitted; without a factor that is infinite."""
+    side, end, name = ("above", o.high, "most") if o.value > o.high else ("below", o.low, "least")
+    factor = f"{digits(o.factor)} times " if finite(o.factor) else ""
+    return f"{factor}{side} {figure(end)}, the {name} fitted"
+
+
+def figure(value: float) -> str:
     """A count, or few bits with their decimals."""
     return count(value) if value >= 1000 else f"{value:.3g}"
 

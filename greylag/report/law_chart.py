@@ -7,61 +7,16 @@ other models on other text, and their levels do not compare. Handed plain curves
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from greylag.report.chart import HELD_OUT, MEASURED, PREDICTED, QUIET, html, plotly_js
-from greylag.report.law import Choice
+from greylag.report.law import Curved
 from greylag.spec.quantity import count
 
 TOP = 30
 """Pixels for the titles of panels."""
-
-
-class Mark(Choice, Protocol):
-    """A precision on the curve."""
-
-    @property
-    def bits(self) -> float:
-        """Of a number."""
-
-
-class Curved(Protocol):
-    """Loss over bits; `plan.law.Curve` is one."""
-
-    @property
-    def law(self) -> str:
-        """Its name."""
-
-    @property
-    def source(self) -> str:
-        """Whose constants."""
-
-    @property
-    def tokens(self) -> float:
-        """The same everywhere."""
-
-    @property
-    def product(self) -> float:
-        """Parameters times bits, the same everywhere."""
-
-    @property
-    def bits(self) -> Any:
-        """An array."""
-
-    @property
-    def loss(self) -> Any:
-        """An array, nats per token."""
-
-    @property
-    def best(self) -> Mark:
-        """Of any number of bits."""
-
-    @property
-    def choices(self) -> Sequence[Mark]:
-        """What can be chosen."""
 
 
 def fixed_compute(curves: Sequence[Curved]) -> str:

@@ -26,15 +26,14 @@ from greylag.report.budget import (
     told,
 )
 from greylag.report.demand import Demanded, flops, power, sized
-from greylag.report.goodput import WORTH_A_ROW, Dated, Kept, Trialled
-from greylag.report.law import Answered, Best, Outside
-from greylag.report.law_chart import Curved
+from greylag.report.goodput import WORTH_A_ROW, Dated, Kept
+from greylag.report.law import Answered, Best, Curved, figure, how_far
 from greylag.report.page import template
 from greylag.report.picture import colours, stages
 from greylag.report.plan_basis import grounds, sentence
 from greylag.report.plan_picture import bits_picture, kinds, lost_picture
 from greylag.spec.job import Job
-from greylag.spec.quantity import NONE, count, digits, finite, memory, percent, seconds
+from greylag.spec.quantity import NONE, count, digits, memory, percent, seconds
 from greylag.spec.step import Step
 
 LARGEST = 6
@@ -98,16 +97,15 @@ def render_plan(
     failures: str,
     goodputs: Sequence[Kept],
     calendars: Sequence[Dated],
-    campaigns: Sequence[Trialled] = (),
     remarks: Sequence[str] = (),
 ) -> str:
     """The page as HTML.
 
     The first of the demand's clusters is the job's own, the others are what else it could be trained on. `step` and
     `held` are the predicted step and bytes of `strategy` (words), `runners_up` other strategies and by how many
-    seconds a step they are longer. `answers` and `optima` are of the same laws in the same order, `goodputs`,
-    `calendars` and `campaigns` of the same policies; `failures` says whose rates those are. `remarks` are what the
-    caller knows beyond that.
+    seconds a step they are longer. `answers` and `optima` are of the same laws in the same order, `goodputs` and
+    `calendars` of the same policies; `failures` says whose rates those are. `remarks` are what the caller knows beyond
+    that.
     """
     budget = add_up(demand, goodputs, calendars)
     return template("plan.html.j2").render(
@@ -133,10 +131,10 @@ def render_plan(
         mttf=_mttf(goodputs),
         policies=[kept.policy for kept in goodputs],
         chosen=budget.policy,
-        policy_rows=_policy_rows(goodputs, calendars, campaigns, budget),
+        policy_rows=_policy_rows(goodputs, calendars, budget),
         lost_picture=lost_picture(goodputs) if kinds(goodputs) else "",
         kinds=kinds(goodputs),
-        failure_notes=_failure_notes(goodputs, campaigns, demand),
+        failure_notes=_failure_notes(goodputs, demand),
         grounds=grounds(job, demand, step, held, budget, answers, optima, failures, goodputs),
         limits=[*map(sentence, remarks), *limits(job, step)],
         groups=[group._replace(constants=[_plain(c) for c in group.constants]) for group in assumptions(job)],
@@ -156,15 +154,11 @@ def _lead(job: Job, demand: Demanded, budget: Budget) -> str:
     with_failures = f"failures met by {budget.policy} included" if budget.policy else f"without failures: {NO_FAILURES}"
     tokens = f" on {count(training.tokens)} tokens" if training.tokens else ""
     said = (
-        f"Training {training.name}{tokens} takes {_in_line(days)} days on {count(budget.devices)} devices{spares}, "
-        f"{with_failures}. It uses {_in_line(counted(budget.hours))} device-hours"
+        f"Training {training.name}{tokens} takes {days.line} days on {count(budget.devices)} devices{spares}, "
+        f"{with_failures}. It uses {counted(budget.hours).line} device-hours"
     )
-    said += f", {_in_line(told(budget.energy, megawatt_hours))}" if budget.energy else ""
-    return said + (f" and costs {_in_line(counted(budget.money))}." if budget.money else ".")
-
-
-def _in_line(words: Told) -> str:
-    return f"{words.value} ({words.interval})" if words.interval else words.value
+    said += f", {told(budget.energy, megawatt_hours).line}" if budget.energy else ""
+    return said + (f" and costs {counted(budget.money).line}." if budget.money else ".")
 
 
 def _facts(job: Job, demand: Demanded) -> list[tuple[str, str]]:
@@ -302,22 +296,10 @@ def _judged(answer: Answered, optimum: Best) -> Judged:
     if answer.critical_tokens is not None:
         beyond = ": the job is beyond" if answer.tokens > answer.critical_tokens else ""
         rows.append(("tokens beyond which more hurt", count(answer.critical_tokens) + beyond))
-    said = [f"Extrapolates: {_outside(o)}" for o in answer.outside]
-    said += [f"The best extrapolates: {_outside(o)}" for o in best.outside]
+    leaving = (("Extrapolates", answer.outside), ("The best extrapolates", best.outside))
+    said = [f"{words}: {o.what} {figure(o.value)}, {how_far(o)}." for words, some in leaving for o in some]
     said += [sentence(remark) for remark in optimum.remarks]
     return Judged(answer, optimum, said, f"{answer.loss - answer.high_loss:+.4f}", rows)
-
-
-def _outside(o: Outside) -> str:
-    above = o.value > o.high
-    side, end = ("above", "most") if above else ("below", "least")
-    by = f"{digits(o.factor)} times " if finite(o.factor) else ""
-    return f"{o.what} {_figure(o.value)}, {by}{side} {_figure(o.high if above else o.low)}, the {end} fitted."
-
-
-def _figure(value: float) -> str:
-    """A count, or few bits with their decimals."""
-    return count(value) if value >= 1000 else f"{value:.3g}"
 
 
 def _mttf(goodputs: Sequence[Kept]) -> str:
@@ -325,17 +307,13 @@ def _mttf(goodputs: Sequence[Kept]) -> str:
     if not goodputs:
         return ""
     failing = told(Amount(goodputs[0].mttf, *goodputs[0].mttf_interval, ""), seconds)
-    return f"A failure every {_in_line(failing)}"
+    return f"A failure every {failing.line}"
 
 
-def _policy_rows(
-    goodputs: Sequence[Kept], calendars: Sequence[Dated], campaigns: Sequence[Trialled], budget: Budget
-) -> list[tuple[str, list[Told]]]:
+def _policy_rows(goodputs: Sequence[Kept], calendars: Sequence[Dated], budget: Budget) -> list[tuple[str, list[Told]]]:
     """A row for each figure, with a cell for each policy."""
     pairs = list(zip(goodputs, calendars, strict=True))
     rows = [("Effective time", [Told(share(k.goodput), interval(k.interval, share)) for k in goodputs])]
-    if campaigns:
-        rows.append(("simulated", [Told(share(c.goodput), interval(c.interval, share)) for c in campaigns]))
     rows.append(("Days", [told(elapsed(budget.computing, dated)) for dated in calendars]))
     lost = [lost_hours(budget.computing, *pair) for pair in pairs]
     rows.append(("Device-hours lost", [counted(amount) for amount in lost]))
@@ -358,12 +336,10 @@ def _policy_rows(
     return rows
 
 
-def _failure_notes(goodputs: Sequence[Kept], campaigns: Sequence[Trialled], demand: Demanded) -> list[str]:
+def _failure_notes(goodputs: Sequence[Kept], demand: Demanded) -> list[str]:
     said = ["Effective time: nine in ten, from the count of failures that the rates rest on."] if goodputs else []
     if demand.days.low is not None and goodputs:
         said.append("Days and device-hours also carry the interval of computing (section 1), which is alike in all.")
-    if campaigns:
-        said.append(f"Simulated: {campaigns[0].trials:,} runs of {digits(campaigns[0].days)} days each.")
     meant = "; ".join(f"{kept.policy}: {MEANT[kept.policy]}" for kept in goodputs if kept.policy in MEANT)
     said = [f"At a failure, {meant}.", *said] if meant else said
     return said + [sentence(remark) for remark in dict.fromkeys(r for kept in goodputs for r in kept.remarks)]

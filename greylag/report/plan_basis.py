@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from greylag.report.account import Account
 from greylag.report.assumption import assumptions
-from greylag.report.budget import Amount, Budget, Told, at, counted, megawatt_hours, share, told
+from greylag.report.budget import Amount, Budget, at, counted, megawatt_hours, share, told
 from greylag.report.demand import Demanded, flops
 from greylag.report.goodput import Kept
 from greylag.report.law import Answered, Best
@@ -69,9 +69,9 @@ def _computing(job: Job, demand: Demanded) -> Iterator[Ground]:
         "With the constants, below." if known else sentence(ASKED),
     )
     formula = "model FLOPs of a step / (step time × devices × peak)"
-    yield Ground("Utilization", _line(told(used, percent)), formula, sentence(used.basis))
+    yield Ground("Utilization", told(used, percent).line, formula, sentence(used.basis))
     formula = "training compute / (devices × peak × utilization) / 86,400 s"
-    yield Ground("Days, if nothing failed", _line(told(days)), formula, sentence(days.basis))
+    yield Ground("Days, if nothing failed", told(days).line, formula, sentence(days.basis))
 
 
 def _paid(demand: Demanded, budget: Budget) -> Iterator[Ground]:
@@ -79,25 +79,25 @@ def _paid(demand: Demanded, budget: Budget) -> Iterator[Ground]:
     if budget.policy:
         yield Ground(
             "Days, failures included",
-            _line(told(budget.days)),
+            told(budget.days).line,
             "days of computing / effective time",
             sentence(budget.days.basis),
         )
     spares = f" + {count(budget.spares)} spare ones" if budget.spares else ""
     formula = f"days × 24 × ({count(budget.devices)} devices{spares})"
-    yield Ground("Device-hours paid for", _line(counted(budget.hours)), formula, basis)
+    yield Ground("Device-hours paid for", counted(budget.hours).line, formula, basis)
     if budget.energy and demand.energy:
         drawn = f"{digits(at(demand.energy).value / hours.value)} kW"
         formula = f"device-hours × {drawn}, in lost and spare hours too"
         yield Ground(
             "Energy",
-            _line(told(budget.energy, megawatt_hours)),
+            told(budget.energy, megawatt_hours).line,
             formula,
             f"Power with its server and site: {ASKED} {basis}",
         )
     if budget.money and demand.money:
         formula = f"device-hours × {digits(at(demand.money).value / hours.value)}, the price of one"
-        yield Ground("Cost", _line(counted(budget.money)), formula, f"Price: {ASKED} {basis}")
+        yield Ground("Cost", counted(budget.money).line, formula, f"Price: {ASKED} {basis}")
 
 
 def _predicted(job: Job, step: Step, held: Account) -> Iterator[Ground]:
@@ -105,7 +105,7 @@ def _predicted(job: Job, step: Step, held: Account) -> Iterator[Ground]:
     time = Amount(step.total_seconds, low, high, "")
     formula = "simulated: every matrix multiply, message and wait of the busiest stage"
     source = " ".join(map(sentence, step.remarks)) or f"Constants of {job.cluster.name} and {job.software.name}, below."
-    yield Ground("Step time", _line(told(time, seconds)), formula, source)
+    yield Ground("Step time", told(time, seconds).line, formula, source)
     beside = [f"{percent(held.reserve)} fragmentation"] if held.reserve else []
     beside += [f"{memory(held.outside)} for driver and communication"] if held.outside else []
     formula = " + ".join(["bytes of all weights, states and activations by shape and cut", *beside])
@@ -130,10 +130,6 @@ def _failing(budget: Budget, failures: str, goodputs: Sequence[Kept]) -> Iterato
     kept = next(kept for kept in goodputs if kept.policy == budget.policy)
     mttf = Amount(kept.mttf, *kept.mttf_interval, "")
     formula = "node-days × devices of a node / (counted failures × devices)"
-    yield Ground("Time between failures", _line(told(mttf, seconds)), formula, sentence(f"failures as {failures}"))
+    yield Ground("Time between failures", told(mttf, seconds).line, formula, sentence(f"failures as {failures}"))
     formula = "training that is kept / elapsed time, failures Poisson: plan.goodput, after Daly, FGCS 22 (2006) 303"
-    yield Ground("Effective time", _line(told(budget.effective, share)), formula, sentence(budget.effective.basis))
-
-
-def _line(words: Told) -> str:
-    return f"{words.value} ({words.interval})" if words.interval else words.value
+    yield Ground("Effective time", told(budget.effective, share).line, formula, sentence(budget.effective.basis))

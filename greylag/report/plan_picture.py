@@ -8,7 +8,7 @@ from html import escape
 from math import isfinite, log2
 
 from greylag.report.goodput import WORTH_A_ROW, Kept
-from greylag.report.law_chart import Curved
+from greylag.report.law import Curved
 from greylag.spec.quantity import percent
 
 WIDE, TALL = 520, 250

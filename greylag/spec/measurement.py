@@ -4,7 +4,8 @@
 accelerator is `cluster.Calibration`, whose measured seconds are read as they are.
 """
 
-from typing import Literal, TypeAlias
+from collections.abc import Iterable
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -80,3 +81,15 @@ class Measurements(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Seconds that a trace's kernels took in all."""
     unread: dict[str, float] = {}
     """Of them, seconds by kernel of those that are no sample: of unknown shape, or no operator that is predicted."""
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample], **others: Any) -> "Measurements":
+        """Of samples of all kinds, in their order; `others` are the fields beside them."""
+        samples = list(samples)
+        return cls(
+            gemms=[s for s in samples if isinstance(s, GemmSample)],
+            attention=[s for s in samples if isinstance(s, AttentionSample)],
+            moves=[s for s in samples if isinstance(s, MoveSample)],
+            collectives=[s for s in samples if isinstance(s, CollectiveSample)],
+            **others,
+        )

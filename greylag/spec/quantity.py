@@ -8,9 +8,11 @@ import math
 from collections.abc import Iterable
 
 NONE = "–"
+MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
+"""Seconds."""
 
 Ladder = list[tuple[float, str]]
-SECONDS: Ladder = [(1e-6, "µs"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h")]
+SECONDS: Ladder = [(1e-6, "µs"), (1e-3, "ms"), (1.0, "s"), (MINUTE, "min"), (HOUR, "h")]
 BYTES: Ladder = [(1.0, "B"), (2**10, "KiB"), (2**20, "MiB"), (2**30, "GiB"), (2**40, "TiB")]
 FLOPS_PER_SECOND: Ladder = [(10.0**i, f"{p}FLOP/s") for i, p in zip(range(0, 21, 3), ["", *"kMGTPE"], strict=True)]
 COUNT: Ladder = [(1.0, ""), (1e6, "M"), (1e9, "B"), (1e12, "T")]

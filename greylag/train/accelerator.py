@@ -26,15 +26,7 @@ from torch.multiprocessing import ProcessRaisedException
 from greylag.parallel import World, start, stop
 from greylag.spec.error import SpecError
 from greylag.spec.grid import Grid
-from greylag.spec.measurement import (
-    AttentionSample,
-    CollectiveSample,
-    Dtype,
-    GemmSample,
-    Measurements,
-    MoveSample,
-    Sample,
-)
+from greylag.spec.measurement import Dtype, GemmSample, Measurements, Sample
 from greylag.train import kernels
 from greylag.train.collectives import collective_trials, peers
 from greylag.train.device import name_of
@@ -164,13 +156,10 @@ def _measure(place: Place, store: dist.Store, device_type: str, sizes: Sizes) ->
     if not world.is_first:
         return None
     ranks = f"{place.world} rank{'s' * (place.world > 1)}"
-    return Measurements(
+    return Measurements.of(
+        samples,
         device=facts.device,
         source=f"greylag calibrate, {datetime.date.today()}, torch {torch.__version__}, {ranks}",
-        gemms=[s for s in samples if isinstance(s, GemmSample)],
-        attention=[s for s in samples if isinstance(s, AttentionSample)],
-        moves=[s for s in samples if isinstance(s, MoveSample)],
-        collectives=[s for s in samples if isinstance(s, CollectiveSample)],
         launch_us=launch and 1e6 * launch,
     )
 

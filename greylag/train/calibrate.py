@@ -24,9 +24,10 @@ from greylag.spec import Job
 from greylag.spec.calibration import reference_job, save_local
 from greylag.spec.cluster import Calibration, Curve, GemmPoint
 from greylag.spec.grid import Grid
+from greylag.spec.measurement import Collective
 from greylag.spec.step import PHASES
 from greylag.train.build import build
-from greylag.train.collectives import Collective, collective
+from greylag.train.collectives import COLLECTIVES, collective
 from greylag.train.device import name_of
 from greylag.train.folder import RunFolder
 from greylag.train.launch import threads
@@ -36,7 +37,6 @@ from greylag.train.stopwatch import CPU, agreed, seconds, seconds_together
 
 GEMM_M, GEMM_NK = (64, 256, 1024, 4096), (128, 512, 2048)
 MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23, 1 << 25)
-COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 STEPS, WARM_UP = 17, 2
 """Steps of the reference job, and how many of them do not count."""
 
@@ -58,8 +58,9 @@ def _measure_all(rank: int, num_ranks: int, port: int) -> None:
     world = start(Grid.of(job.strategy), rank, dist.PrefixStore("measure", store), CPU)
     gemms = [(m, n, k) for m in GEMM_M for n in GEMM_NK for k in GEMM_NK]
     measured = list(operators())
+    names = [name for name in COLLECTIVES if name != "p2p"]
     with Progress(disable=rank != 0, transient=True) as progress:
-        task = progress.add_task("measuring this machine", total=len(gemms) + len(measured) + len(COLLECTIVES) + STEPS)
+        task = progress.add_task("measuring this machine", total=len(gemms) + len(measured) + len(names) + STEPS)
         points = []
         for m, n, k in gemms:
             points.append(GemmPoint(m=m, n=n, k=k, seconds=agreed(_gemm(m, n, k))))
@@ -69,7 +70,7 @@ def _measure_all(rank: int, num_ranks: int, port: int) -> None:
             ops |= _curves(name, sizes, make)
             progress.advance(task)
         collectives: dict[str, Curve] = {}
-        for name in COLLECTIVES:
+        for name in names:
             if num_ranks > 1:
                 collectives[name] = _collective(name, num_ranks)
             progress.advance(task)

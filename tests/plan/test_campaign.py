@@ -5,10 +5,11 @@ import pytest
 from msgspec.structs import replace
 
 from greylag.plan.campaign import simulate
-from greylag.plan.failures import HOUR, Failures, load_failures
+from greylag.plan.failures import Failures, load_failures
 from greylag.plan.goodput import enough_spares, goodput
 from greylag.plan.recovery import POLICIES, Fleet, Recovery
 from greylag.spec.error import SpecError
+from greylag.spec.quantity import HOUR
 
 LLAMA, RSC = load_failures("llama-3"), load_failures("meta-rsc-1")
 

@@ -4,11 +4,12 @@ import math
 
 import pytest
 
-from greylag.plan.failures import DAY, HOUR, Failures, count_restarts, fit, kind_of, load_failures
+from greylag.plan.failures import Failures, count_restarts, fit, kind_of, load_failures
 from greylag.plan.poisson import count_interval
 from greylag.spec.error import SpecError
 from greylag.spec.finding import Finding
 from greylag.spec.load import presets
+from greylag.spec.quantity import DAY, HOUR
 from greylag.spec.step import Step
 
 LLAMA, RSC = load_failures("llama-3"), load_failures("meta-rsc-1")

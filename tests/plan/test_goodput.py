@@ -10,11 +10,12 @@ from rich.console import Console
 
 from greylag.plan.campaign import simulate
 from greylag.plan.checkpoint import LONGEST, best_interval
-from greylag.plan.failures import DAY, HOUR, MINUTE, Failures, load_failures
+from greylag.plan.failures import Failures, load_failures
 from greylag.plan.goodput import LOSSES, calendar, enough_spares, goodput, over_sizes
 from greylag.plan.recovery import POLICIES, Fleet, Recovery
 from greylag.report.goodput import print_goodput, print_scale
 from greylag.spec.error import SpecError
+from greylag.spec.quantity import DAY, HOUR, MINUTE
 
 LLAMA, RSC = load_failures("llama-3"), load_failures("meta-rsc-1")
 FREE = Recovery(save=0.0)

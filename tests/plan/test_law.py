@@ -52,10 +52,6 @@ def test_kumars_terms_multiply():
 def test_kumars_penalty_of_quantizing_after_training():
     expected = 0.0598 * 1e12**0.5068 / 1e9**0.3439 * np.exp(-4 / 0.5907)
     assert KUMAR.post_penalty(1e9, 1e12, 4) == pytest.approx(expected, rel=1e-12)
-    hardened = KUMAR.post_penalty(1e9, 1e12, 4, Bits(8, 6, 4), Bits(0.5, 0.25, 1.0))
-    assert hardened == 0  # KV cache was trained in 4 bits already
-    hardened = KUMAR.post_penalty(1e9, 1e12, 4, Bits(8, 6, 5), Bits(0.5, 0.25, 1.0))
-    assert hardened == pytest.approx(expected * (1 - np.exp(-2)) * (1 - np.exp(-0.5)) * (1 - np.exp(-1)))
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6])
