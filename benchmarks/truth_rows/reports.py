@@ -3,15 +3,15 @@ step.
 
 What they do not print:
 - MegaScale (NSDI 2024): micro-batch 1; its Megatron-LM of 2023 overlaps nothing and reduces gradients in FP32; the
-  ablation adds tensor, pipeline and data overlap in that order. Its parallel block, sliding window (width not
-  printed) and LAMB have no words in a Job: those rows are told with the plain block. MFU is of 312 TFLOP/s, by 72 B s
+  ablation adds the parallel block, the sliding window, then tensor, pipeline and data overlap in that order. The window
+  (its width is not printed) and LAMB are not told. MFU is of 312 TFLOP/s, by 72 B s
   l h^2 (1 + s/6h + V/12lh).
 - Llama 3 (arXiv 2407.21783, section 3.3.2): micro-batch 1; a chunk is one layer, the first and the last chunk none
   (so eight virtual stages); FSDP keeps parameters gathered after forward. Its TFLOP/s convention is not printed:
   causal is taken.
 - DeepSeek-V3 (arXiv 2412.19437, section 3.2): DualPipe, ZeRO-1, MLA up-projections and norms and SwiGLU recomputed.
 - Nemotron-4 (arXiv 2402.16819, 2406.11704): Megatron-Core with its overlaps; micro-batch all of a rank's up to 4
-  without a pipeline, else 1; one layer a virtual stage up to 12.
+  without a pipeline, else 1; one layer a virtual stage.
 - MLPerf v3.1: FP8 with delayed scaling, micro-batch 1, 12 virtual stages, as in NVIDIA's submission.
 - DeepSeek-V3 on GB200 (NVIDIA/Megatron-LM docs/discussions/deepseek-v3-gb200-optimization): MXFP8, BF16 moments; CUDA
   graphs from the fifth step, no EP overlap; DeepEP and HybridEP differ in speed, which a Job does not
@@ -74,7 +74,9 @@ def _job(raw: Raw, models: Raw) -> Job:
 def _model(raw: Raw, models: Raw) -> Model:
     kind, tp = _kind(raw), raw["parallel"]["tp"] or 1
     if kind in ("megascale", "mlperf-v3.1"):
-        return gpt(raw["model"], models, None, 128 * tp, max_sequence=raw["batch"]["seq_len"])
+        parallel = kind == "megascale" and _megascale_step(raw) >= 1
+        sequence = raw["batch"]["seq_len"]
+        return gpt(raw["model"], models, None, 128 * tp, max_sequence=sequence, parallel_block=parallel)
     if kind.startswith("nemotron4"):
         return model_of(raw["model"], models, None, 128 * tp, activation="relu2", norm="layernorm")
     if raw["model"]["name"] == "DeepSeek-V3":
@@ -106,10 +108,14 @@ def _software(raw: Raw) -> Software:
     return replace(software, graphs=int(raw["id"].split("/")[-1]) >= 5, dispatch=dispatch)
 
 
-def _megascale(raw: Raw) -> dict[str, Any]:
+def _megascale_step(raw: Raw) -> int:
+    """Of the ablation in table 3: how many of its rows a run has behind the first, Megatron-LM's."""
     parts = raw["id"].split("/")
-    own = raw.get("system") == "megascale"
-    step = int(parts[-1]) if parts[1] == "t3" else (9 if own else 0)
+    return int(parts[-1]) if parts[1] == "t3" else (9 if raw.get("system") == "megascale" else 0)
+
+
+def _megascale(raw: Raw) -> dict[str, Any]:
+    step = _megascale_step(raw)
     overlap = overlapped(("dp", step >= 5), ("tp", step >= 3), ("pp", step >= 4))
     return {"zero": 1, "micro_batch": 1, "vp": raw["parallel"]["vp"] or 1, "overlap": overlap}
 
@@ -180,10 +186,7 @@ def _seconds(raw: Raw, models: Raw) -> float | None:
 def _generation(raw: Raw) -> str:
     kind = _kind(raw)
     if kind == "megascale":
-        own = raw.get("system") == "megascale" or (
-            raw["id"].split("/")[1] == "t3" and int(raw["id"].split("/")[-1]) > 5
-        )
-        return "megascale" if own else "megatron-2023"
+        return "megascale" if _megascale_step(raw) > 5 else "megatron-2023"
     return {
         "mlperf-v3.1": "nemo-mlperf-2023",
         "llama3-405b": "llama-3",

@@ -19,11 +19,15 @@ from greylag.sim.timeline import graph_of, simulate
 from greylag.spec.holdings import chunk_weights, chunks, on_rank, stage_sizes, stages_of, state_shards
 from greylag.spec.job import Job
 from greylag.spec.precision import BYTES
-from greylag.spec.work import kinds_of_layers
+from greylag.spec.work import kinds_of_layers, layer_gemms
 
 ADAMW_BYTES = 34.0
 """Moved per parameter of a rank's shard: the gradient read for its norm and for the update (8), the master copy and two
 moments read and written (24), the weight written (2)."""
+
+BETWEEN_STEPS = 12e-3
+"""Seconds for which a device waits for its host between steps: the host reads the norm of the gradients before it
+launches the update, and has schedules, data and logs to see to before the next forward. A choice of ours."""
 
 BUCKETS = 8
 """Calls in which gradients are reduced beside backward where layers are not sharded (a few dozen million parameters
@@ -205,24 +209,40 @@ def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> tup
     """Seconds that data parallelism shows in forward and in backward: parameters gathered, gradients reduced.
 
     At ZeRO-3 each micro-batch gathers twice and scatters once, a layer ahead of compute; otherwise gradients are
-    reduced beside the last micro-batch's backward, and parameters gathered beside the first one's forward. At ZeRO-0
-    the two are the halves of an all-reduce. What leads into the first layer and out of the last nothing can hide.
+    reduced beside the last micro-batch's backward, and parameters gathered beside the first one's forward. Interleaved
+    stages take turns of pp micro-batches: the first to end has the last turns of the others beside it. At ZeRO-0 the
+    two are the halves of an all-reduce. What leads into the first layer and out of the last nothing can hide.
     """
     s, m, exposed = job.strategy, job.num_micro_batches, job.software.exposed
-    gather, scatter, layers = 0.0, 0.0, max(1, job.model.num_layers // s.pp)
-    calls = np.where(s.zero == 3, layers, BUCKETS)
-    for gathered, scattered, ranks, stride in shard_traffic(job):
-        gather = gather + links.gather(gathered, ranks, stride, calls)
-        scatter = scatter + links.gather(scattered, ranks, stride, calls)
-    times, again = np.where(s.zero == 3, m, 1), scatter + np.where(s.zero == 3, gather, 0.0)
+    layers = max(1, job.model.num_layers // s.pp)
+    gather, scatter, repeats = _gathered_and_scattered(job, links, layers)
+    times, again = np.where(s.zero == 3, m, 1), scatter + np.where(s.zero == 3, repeats * gather, 0.0)
     if "dp" not in s.overlap:
         return times * gather, times * again
-    shown_forward = np.maximum(gather - forward / m, exposed * gather)
-    shown_backward = np.maximum(again - backward / m, exposed * again)
+    turn = np.where(s.zero == 3, 1, np.minimum(s.pp, m)) if s.vp > 1 and s.schedule == "interleaved" else 1
+    shown_forward = np.maximum(gather - forward * turn / m, exposed * gather)
+    shown_backward = np.maximum(again - backward * turn / m, exposed * again)
     return (
         np.minimum(times * gather, times * shown_forward + gather / layers),
         np.minimum(times * again, times * shown_backward + scatter / layers),
     )
+
+
+def _gathered_and_scattered(job: Job, links: Links, layers: int) -> tuple[Size, Size, int]:
+    """Seconds of gathering a rank's parameters once and of scattering its gradients; how often backward gathers.
+
+    Where weights are gathered in pieces, the host launches a copy of each rank's piece, and backward gathers anew what
+    full recompute has gathered.
+    """
+    s, in_pieces = job.strategy, job.software.gathers == "pieces"
+    weights = len(layer_gemms(job.model, 0, 1, 1, 1, 1)) if in_pieces else 1
+    calls = np.where(s.zero == 3, layers * weights, BUCKETS)
+    copies = calls * job.cluster.device.efficiency.launch_us * 1e-6 * (in_pieces & np.equal(s.zero, 3))
+    gather, scatter = 0.0, 0.0
+    for gathered, scattered, ranks, stride in shard_traffic(job):
+        gather = gather + links.gather(gathered, ranks, stride, calls) + ranks * copies
+        scatter = scatter + links.gather(scattered, ranks, stride, calls) + ranks * copies
+    return gather, scatter, 2 if in_pieces and s.recompute == "full" else 1
 
 
 def shard_traffic(job: Job) -> Iterator[tuple[Size, Size, Size, Size]]:
@@ -243,9 +263,9 @@ def shard_traffic(job: Job) -> Iterator[tuple[Size, Size, Size, Size]]:
 
 
 def _optimizer(job: Job, operators: Operators, links: Links) -> Size:
-    """Seconds of clipping and the update of a rank's shard."""
+    """Seconds of clipping, the update of a rank's shard, and what lies between steps."""
     s = job.strategy
     counts = on_rank(chunk_weights(job.model, chunks(job.model, s, 0)), s)
     shards = (np.where(np.greater(s.zero, 0), n, 1) for n in state_shards(s))
     mine = sum(count / n for count, n in zip(counts, shards, strict=True))
-    return operators.move(mine * ADAMW_BYTES, 10) + 2 * links.reduce(4.0, s.world)
+    return operators.move(mine * ADAMW_BYTES, 10) + 2 * links.reduce(4.0, s.world) + BETWEEN_STEPS

@@ -200,13 +200,14 @@ def layer_kernels(job: Job, layer: int, tokens: Size) -> Iterator[Kernel]:
     """The elementwise kernels of one layer with fused norms, rotary embedding and activation, in BF16.
 
     Sequence parallelism cuts norms and residuals (arXiv 2205.05198). Dropout is fused into the residual's sum, with a
-    mask of a byte that backward applies in a pass of its own.
+    mask of a byte that backward applies in a pass of its own. A parallel block has one norm, and one sum of three.
     """
     model, s, b = job.model, job.strategy, BYTES[job.precision.high]
     rows = tokens * model.hidden_size * b / s.sequence_cut
     mask = rows / b if job.software.dropout else 0.0
-    yield Kernel("norm", 2 * 2 * rows, 2 * 3 * rows, 2)
-    yield Kernel("residual", 2 * (3 * rows + mask), 2 * (rows + (2 * b + 1) * mask), 2)
+    blocks = 1 if model.parallel_block else 2
+    yield Kernel("norm", blocks * 2 * rows, blocks * 3 * rows, blocks)
+    yield Kernel("residual", 2 * (1 + blocks) * rows + 2 * mask, 2 * (rows + (2 * b + 1) * mask), blocks)
     heads = tokens * b * np.maximum(1, model.num_heads // s.tp)
     groups = tokens * b * np.maximum(1, model.kv_heads // s.tp)
     if model.mla:
@@ -272,10 +273,11 @@ def _tensor(time: LayerTime, job: Job, is_moe: bool, tokens: Size, links: Links)
 
     With sequence parallelism a gather before and a scatter behind (arXiv 2205.05198, section 4.2.2), without it an
     all-reduce behind, and of the input's gradient in backward, beside the GEMM of the weight gradient (arXiv
-    1909.08053, section 3; Megatron-Core, tensor_parallel/layers.py).
+    1909.08053, section 3; Megatron-Core, tensor_parallel/layers.py). A parallel block has them once.
     """
     s, model, exposed = job.strategy, job.model, job.software.exposed
-    around = (1 if is_moe and not (model.moe and model.moe.num_shared_experts) else 2) * (s.tp > 1)
+    has_ffn = not is_moe or (model.moe and model.moe.num_shared_experts)
+    around = (2 if has_ffn and not model.parallel_block else 1) * (s.tp > 1)
     size = tokens * model.hidden_size * BYTES[job.precision.high]
     hidden = exposed if "tp" in s.overlap else 1.0
     if not s.sequence_parallel:

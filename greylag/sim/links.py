@@ -13,6 +13,11 @@ from greylag.sim.operators import Size
 from greylag.spec.cluster import Cluster, Link
 from greylag.spec.error import SpecError
 
+COLLECTIVE = 45e-6
+"""Seconds that a collective takes beyond its bytes and steps. Alone over NVLink it is 22 to 26 us, fitted by the makers
+of SimuMax to many sizes (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json, fixed_latency_us); in a step its
+ranks come one after the other. Twice that is a choice of ours."""
+
 
 @dataclass(frozen=True)
 class Links:
@@ -30,7 +35,7 @@ class Links:
         latency = self._link_latency("node", near > 1) * (ranks - nodes)
         latency = latency + self._link_latency("network", nodes > 1) * np.where(nodes > 1, nodes, 0)
         ring = size * (ranks - 1) / ranks / self._slowest(ranks, near)
-        return np.where(ranks > 1, ring + calls * (latency + self.cluster.device.efficiency.kernel), 0.0)
+        return np.where(ranks > 1, ring + calls * (latency + COLLECTIVE), 0.0)
 
     def reduce(self, size: Size, ranks: Size, stride: Size = 1) -> Size:
         """All-reduce of `size` bytes, twice what a gather moves; between nodes by trees, whose depth is the latency."""
@@ -68,11 +73,11 @@ class Links:
         return np.where(ranks > near, np.where(near > 1, np.minimum(node, network), network), node)
 
     def _latency(self, ranks: Size, near: Size) -> Size:
-        """Of a collective: a step to each neighbour within nodes, a tree's between them, and the kernel."""
+        """Of a collective: a step to each neighbour within nodes, a tree's between them, and what each takes."""
         nodes = ranks / near
         inside = self._link_latency("node", near > 1) * (near - 1)
         between = self._link_latency("network", nodes > 1) * 2 * np.ceil(np.log2(np.maximum(nodes, 1)))
-        return inside + between + self.cluster.device.efficiency.kernel
+        return inside + between + COLLECTIVE
 
     def nodes(self, ranks: Size, stride: Size = 1) -> Size:
         """Over how many reaches of the node link a group is spread."""

@@ -139,14 +139,14 @@ def _activations(layers: Layers, rank: int, held: tuple[Chunk, ...]) -> dict[str
 
 
 def _share(job: Job, term: Term, layers: int) -> float:
-    """Share of a term that recompute leaves in a stage of so many layers. Full recompute keeps a layer's input, one of
-    its two norms'; a whole feed-forward layer computed again takes its activation with it."""
-    s = job.strategy
+    """Share of a term that recompute leaves in a stage of so many layers. Full recompute keeps a layer's input, the
+    first norm's; a whole feed-forward layer computed again takes its activation with it."""
+    s, norms = job.strategy, 1 if job.model.parallel_block else 2
     if s.recompute == "none" or not layers:
         return 1.0
     reached = 1.0 if s.recompute_layers is None else min(1.0, s.recompute_layers / layers)
     if s.recompute == "full":
-        return 1 - reached * (0.5 if term.name == "norm input" else 1.0)
+        return 1 - reached * (1 - 1 / norms if term.name == "norm input" else 1.0)
     modules = set(s.recompute_modules)
     is_dropped = term.module in modules or (term.module == "activation" and bool(modules & {"mlp", "moe"}))
     return 1 - reached * is_dropped

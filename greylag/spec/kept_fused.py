@@ -84,7 +84,8 @@ def kept(model: Model, precision: Precision, kind: Layer, tokens: Number, s: Str
     """
     D, b, outside = model.hidden_size, BYTES[precision.high], tokens / s.sequence_cut
     read = tokens if soft.gathered else outside
-    terms = [Term("norm input", "input", 2 * outside * (D * b + 4))]
+    blocks = 1 if model.parallel_block else 2
+    terms = [Term("norm input", "input", blocks * outside * (D * b + 4))]
     if soft.dropout:
         terms.append(Term("dropout masks", "input", 2 * outside * D))
     terms += _latent(model, precision, kind, tokens, outside, s) if model.mla else _grouped(model, kind, tokens, s, b)
@@ -93,7 +94,8 @@ def kept(model: Model, precision: Precision, kind: Layer, tokens: Number, s: Str
     terms += _core(model, kind, tokens, s, soft, b)
     if kind.is_moe:
         return terms + _experts(model, precision, kind, tokens, outside, s)
-    terms.append(_read("mlp input", "norm", kind, f"ffn.{_first(model)}", read * D))
+    if not model.parallel_block:  # else attention has kept it
+        terms.append(_read("mlp input", "norm", kind, f"ffn.{_first(model)}", read * D))
     return terms + _mlp(model, precision, kind, "ffn", "mlp ", tokens * model.ffn_hidden_size / s.tp)
 
 

@@ -85,6 +85,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Biases on every projection (GPT-3), of experts too (GPT-OSS)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections alone (Qwen2)."""
+    parallel_block: bool = False
+    """Attention and feed-forward layer read one norm, side by side, and add to the residual together (GPT-J; PaLM,
+    arXiv 2204.02311, section 2), instead of one after the other with a norm each."""
     tied_embeddings: bool = False
     window: int | None = None
     """Tokens that sliding-window attention sees; None sees all before."""

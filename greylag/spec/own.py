@@ -27,6 +27,7 @@ def unknown_settings(job: Job) -> Iterator[Finding]:
         "strategy.recompute_layers": (s.recompute_layers, None),
         "model.window": (model.window, None),
         "model.bias": (model.bias, False if model.moe else model.bias),
+        "model.parallel_block": (model.parallel_block, False),
         "model.num_mtp_layers": (model.num_mtp_layers, 0),
         "model.activation": (model.activation, "swiglu" if gated else "gelu"),
     }

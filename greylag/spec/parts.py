@@ -91,7 +91,8 @@ def _layer(model: Model, layer: int) -> Iterator[Part]:
     at = f"layers.{layer}"
     yield from _norm(model, f"{at}.attention_norm", model.hidden_size, layer)
     yield from _mla(model, layer) if model.mla else _gqa(model, layer)
-    yield from _norm(model, f"{at}.ffn_norm", model.hidden_size, layer)
+    if not model.parallel_block:
+        yield from _norm(model, f"{at}.ffn_norm", model.hidden_size, layer)
     if model.is_moe_layer(layer):
         yield from _moe(model, layer)
     else:

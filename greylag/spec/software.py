@@ -63,6 +63,10 @@ class Software(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """How tokens travel to experts: once for each choice, by a collective between two reorderings (NCCL's all-to-all),
     or once to each node that has any of the chosen, whose ranks hand them on, by kernels that reorder as they send
     (DeepEP, arXiv 2412.19437, section 3.2.2; HybridEP)."""
+    gathers: Literal["layers", "pieces"] = "layers"
+    """How ZeRO-3 gathers parameters and scatters gradients: a layer's in one call, or each weight by itself, in a list
+    of one piece per rank that are copied one by one (DeepSpeed of 2021, runtime/zero/partition_parameters.py,
+    _allgather_param; torch, ProcessGroupNCCL::allgather)."""
     placed: bool = False
     """Whether weight gradients of `zb-h2` stand where ranks would else wait, by the times of profiled passes (ZB-2p,
     arXiv 2401.10241, section 3), and not by rule."""

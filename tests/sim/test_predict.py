@@ -1,13 +1,17 @@
 """Predictions from data sheets and from a calibration."""
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from greylag.sim import predict
 from greylag.sim.measured import Cost, at
+from greylag.sim.operators import Operators
 from greylag.spec import SpecError
 from greylag.spec.cluster import Calibration, Curve, GemmPoint
-from greylag.spec.load import job_from
+from greylag.spec.load import job_from, load_preset
 from greylag.spec.messages import model_parallel_messages
+from greylag.spec.parts import num_parameters
 from greylag.spec.work import Gemm
 from jobs import tiny_job
 
@@ -80,6 +84,57 @@ def test_biases_of_experts_are_the_trainers_of_others() -> None:
     assert with_biases.causes["elementwise"] > 1.2 * without.causes["elementwise"]
     assert with_biases.causes["gemm"] == without.causes["gemm"]
     assert with_biases.bytes["parameters"] > without.bytes["parameters"]
+
+
+def test_a_parallel_block_has_one_norm_and_half_the_tensor_parallel_traffic() -> None:
+    parallel = {"model": {"preset": "llama-3-8b", "parallel_block": True}, "strategy": {"tp": 8}}
+    with pytest.raises(SpecError, match=r"model\.parallel_block: .* trainer does not know it yet"):
+        predict(job(**parallel))
+    jobs = [job(**table, software="megatron-core-2025") for table in (parallel, {**parallel, "model": "llama-3-8b"})]
+    assert num_parameters(jobs[1].model) - num_parameters(jobs[0].model) == 32 * 4096
+    one, two = map(predict, jobs)
+    assert one.causes["tp"] == pytest.approx(two.causes["tp"] / 2, rel=0.02)  # embedding and head have theirs still
+    assert one.causes["elementwise"] < two.causes["elementwise"]
+    assert one.causes["gemm"] == two.causes["gemm"]
+    assert one.bytes["activations"] < two.bytes["activations"]
+
+
+@pytest.mark.parametrize("nodes", [16, 32])
+def test_gathering_in_pieces_costs_each_rank_a_launch_for_each_weight(nodes: int) -> None:
+    strategy = {"zero": 3, "micro_batch": 1, "overlap": [], "recompute": "full"}
+    table = {"cluster": f"a100-8x{nodes}", "precision": "bf16", "strategy": strategy}
+    pieces, layers = (
+        predict(replace(flown, software=replace(flown.software, gathers=gathers))).causes["dp"]
+        for flown in [job(**table, software="deepspeed-2021")]
+        for gathers in ("pieces", "layers")
+    )
+    launch = load_preset("cluster", "a100").device.efficiency.launch_us * 1e-6
+    ranks, weights, rounds = 8 * nodes, 32 * 4, 4  # forward, recompute, backward and the gradients
+    launches = 512 // ranks * rounds * weights * ranks
+    assert pieces - layers > launches * launch
+
+
+def test_interleaved_stages_hide_gradients_behind_turns_of_all() -> None:
+    strategy = {"tp": 8, "pp": 4, "zero": 1, "overlap": ["dp"]}
+    table = {"model": "llama-3-70b", "global_batch": 32, "software": "megatron-core-2024"}
+    turns = predict(job(**table, strategy={**strategy, "vp": 4, "schedule": "interleaved"}))
+    assert turns.causes["dp"] < 0.9 * predict(job(**table, strategy=strategy)).causes["dp"]
+
+
+def test_a_last_wave_is_cut_along_the_contracted_dim() -> None:
+    cluster = load_preset("cluster", "h100-8x16")
+    operators = Operators(cluster, load_preset("software", "megatron-core-2025"))
+    e, sms = cluster.device.efficiency, cluster.device.num_sms
+
+    def waves(tiles: int) -> float:
+        """Of a product of so many tiles of 128 rows, beside one that fills the device."""
+        rows = np.array([[128 * tiles], [128 * sms]])
+        one, full = operators.gemms(rows, np.array([[256], [256]]), np.array([[8192], [8192]]), ["bf16"] * 2, 1, [2, 2])
+        return float((one[0] - e.kernel) / (full[0] - e.kernel))
+
+    assert waves(2 * sms) == pytest.approx(2)
+    assert 1 < waves(sms + 1) <= 1.25
+    assert waves(sms + sms // 2) == pytest.approx(1.5)
 
 
 def test_gathers_show_in_forward_and_scatters_in_backward() -> None:
