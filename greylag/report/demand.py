@@ -8,8 +8,10 @@ import datetime
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from greylag.report.show import table_of
 from greylag.spec.quantity import NONE, count, difference, digits, percent
@@ -209,9 +211,10 @@ def print_demand(demand: Demanded, console: Console | None = None) -> None:
 def print_known(models: Sequence[Knowable], trend: Trending | None, console: Console | None = None) -> None:
     """Print known models by date, how counting agrees with what is published, and the trend of the largest."""
     console = console or Console()
-    table = table_of(
-        "model", "published", "parameters", "active", "tokens", "FLOPs counted", "published", "is", "off by"
-    )
+    table = Table(box=box.SIMPLE, padding=0)
+    for column in ("model", "date", "N", "active", "tokens", "counted", "published", "is", "off by"):
+        is_words = column in ("model", "is")
+        table.add_column(column, justify="left" if is_words else "right", no_wrap=column != "model", overflow="fold")
     for model in models:
         off = model.difference
         table.add_row(
@@ -226,6 +229,7 @@ def print_known(models: Sequence[Knowable], trend: Trending | None, console: Con
             f"[yellow]{difference(off)}[/]" if model.agrees is False else difference(off),
         )
     console.print(table)
+    console.print("N: parameters; counted and published: FLOPs of the training.", highlight=False)
     for line in (agreement(models), *[f"{m.name}: {m.apart}." for m in models if m.apart]):
         console.print(line, markup=False, highlight=False)
     if trend:
