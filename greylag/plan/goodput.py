@@ -172,7 +172,7 @@ def _segment(node: float, software: float, recovery: Recovery, response: Respons
     length = recovery.interval + recovery.save
     stop = _ejection(back, only, response.node_stall)
     stretch = 1 + only * stop
-    exponent = back * stretch * length
+    exponent = back * stretch * length if math.isfinite(stop) else math.inf
     if exponent > 600:  # beyond it nothing is ever kept
         return Segment(math.inf, 0.0, 0.0)
     tries = math.expm1(exponent)
@@ -185,8 +185,10 @@ def _segment(node: float, software: float, recovery: Recovery, response: Respons
 def _ejection(killed: float, rate: float, length: float) -> float:
     """Mean seconds of a stop without rollback, (1 - g(s)) / s: others begin it anew, `killed` per second end it."""
     total = rate + killed
-    gone = -math.expm1(-total * length) / total if total else length
-    return gone / (1 - rate * gone)
+    if not total:
+        return length
+    ending = killed + rate * math.exp(-total * length)
+    return -math.expm1(-total * length) / ending if ending else math.inf
 
 
 def _stand(stall: float, node: float, software: float, response: Response) -> float:

@@ -41,7 +41,7 @@ class Estimate:
     phases: dict[str, Size]
     causes: dict[str, Size]
     """Of a rank of the busiest stage: gemm, attention, elementwise, quantize, host, tp, cp, ep, recompute, pp (sends
-    that nothing hides); bubble (all for which that rank waits), dp, optimizer."""
+    that nothing hides); bubble (all for which that rank waits for others), dp, optimizer."""
     stages: dict[Pass, Size]
     """Seconds per micro-batch of each stage, (candidates, stages)."""
     transfer: Size
@@ -107,12 +107,13 @@ def estimate(job: Job, layers: LayerTimes | None = None) -> Estimate:
         "backward": backward + np.where(is_whole, 0.0, scattering),
         "reduce": np.where(is_whole, dp, 0.0),
         "optimizer": _optimizer(job, operators, links),
-        "other": np.maximum(0.0, length - m * busy),
+        "other": np.maximum(0.0, length - m * busy) + BETWEEN_STEPS,
     }
     causes = {name: _share(job) * m * seconds for name, seconds in _causes(job, times, busiest).items()}
     if s.pp > 1 and "pp" not in s.overlap:
         causes["pp"] = _share(job) * m * 2 * len(busiest) * transfer
-    causes |= {"bubble": phases["other"], "dp": dp, "optimizer": phases["optimizer"]}
+    causes["host"] = causes.get("host", 0.0) + BETWEEN_STEPS
+    causes |= {"bubble": phases["other"] - BETWEEN_STEPS, "dp": dp, "optimizer": phases["optimizer"]}
     return Estimate(phases, causes, stages, hop)
 
 
@@ -219,7 +220,8 @@ def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> tup
     times, again = np.where(s.zero == 3, m, 1), scatter + np.where(s.zero == 3, repeats * gather, 0.0)
     if "dp" not in s.overlap:
         return times * gather, times * again
-    turn = np.where(s.zero == 3, 1, np.minimum(s.pp, m)) if s.vp > 1 and s.schedule == "interleaved" else 1
+    turn = (1 + (s.vp - 1) * np.minimum(s.pp, m)) / s.vp if s.schedule == "interleaved" else 1
+    turn = np.where(s.zero == 3, 1, turn)
     shown_forward = np.maximum(gather - forward * turn / m, exposed * gather)
     shown_backward = np.maximum(again - backward * turn / m, exposed * again)
     return (
@@ -228,21 +230,23 @@ def _data_parallel(job: Job, links: Links, forward: Size, backward: Size) -> tup
     )
 
 
-def _gathered_and_scattered(job: Job, links: Links, layers: int) -> tuple[Size, Size, int]:
+def _gathered_and_scattered(job: Job, links: Links, layers: int) -> tuple[Size, Size, Size]:
     """Seconds of gathering a rank's parameters once and of scattering its gradients; how often backward gathers.
 
     Where weights are gathered in pieces, the host launches a copy of each rank's piece, and backward gathers anew what
     full recompute has gathered.
     """
     s, in_pieces = job.strategy, job.software.gathers == "pieces"
-    weights = len(layer_gemms(job.model, 0, 1, 1, 1, 1)) if in_pieces else 1
-    calls = np.where(s.zero == 3, layers * weights, BUCKETS)
-    copies = calls * job.cluster.device.efficiency.launch_us * 1e-6 * (in_pieces & np.equal(s.zero, 3))
+    roles = [gemm.role == "expert" for gemm in layer_gemms(job.model, job.model.num_layers - 1, 1, 1, 1, 1)]
+    launch = in_pieces * job.cluster.device.efficiency.launch_us * 1e-6
     gather, scatter = 0.0, 0.0
-    for gathered, scattered, ranks, stride in shard_traffic(job):
-        gather = gather + links.gather(gathered, ranks, stride, calls) + ranks * copies
-        scatter = scatter + links.gather(scattered, ranks, stride, calls) + ranks * copies
-    return gather, scatter, 2 if in_pieces and s.recompute == "full" else 1
+    for is_experts, (gathered, scattered, ranks, stride) in enumerate(shard_traffic(job)):
+        calls = np.where(s.zero == 3, layers * (roles.count(bool(is_experts)) if in_pieces else 1), BUCKETS)
+        copies = np.where(np.equal(s.zero, 3) & (ranks > 1), calls * ranks * launch, 0.0)
+        gather = gather + links.gather(gathered, ranks, stride, calls) + copies
+        scatter = scatter + links.gather(scattered, ranks, stride, calls) + copies
+    again = s.recompute_layers / layers if s.recompute_layers is not None else 1.0
+    return gather, scatter, 1 + min(again, 1.0) * (in_pieces and s.recompute == "full")
 
 
 def shard_traffic(job: Job) -> Iterator[tuple[Size, Size, Size, Size]]:
@@ -263,9 +267,9 @@ def shard_traffic(job: Job) -> Iterator[tuple[Size, Size, Size, Size]]:
 
 
 def _optimizer(job: Job, operators: Operators, links: Links) -> Size:
-    """Seconds of clipping, the update of a rank's shard, and what lies between steps."""
+    """Seconds of clipping and the update of a rank's shard."""
     s = job.strategy
     counts = on_rank(chunk_weights(job.model, chunks(job.model, s, 0)), s)
     shards = (np.where(np.greater(s.zero, 0), n, 1) for n in state_shards(s))
     mine = sum(count / n for count, n in zip(counts, shards, strict=True))
-    return operators.move(mine * ADAMW_BYTES, 10) + 2 * links.reduce(4.0, s.world) + BETWEEN_STEPS
+    return operators.move(mine * ADAMW_BYTES, 10) + 2 * links.reduce(4.0, s.world)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec.structs import asdict, replace
 
-from greylag.sim.links import Links
+from greylag.sim.links import ALONE, Links
 from greylag.sim.operators import Operators
 from greylag.sim.timeline import Floats
 from greylag.spec.cluster import Cluster, Efficiency
@@ -106,7 +106,7 @@ def _kinds(measured: Measurements) -> dict[str, list[Sample]]:
 def _seconds(cluster: Cluster, constants: dict[str, float], kinds: dict[str, list[Sample]]) -> dict[str, Floats]:
     """Seconds of every sample by these constants, by kind."""
     now = replace(cluster, device=replace(cluster.device, efficiency=Efficiency(**of_device(constants))))
-    operators, links = Operators(now, Software(name="kernels", grouped=constants["grouped"])), Links(now)
+    operators, links = Operators(now, Software(name="kernels", grouped=constants["grouped"])), Links(now, ALONE)
 
     def of(samples: list[Sample]) -> Floats:
         columns = {name: np.array([getattr(s, name) for s in samples]) for name in type(samples[0]).__struct_fields__}

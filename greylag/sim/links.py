@@ -13,10 +13,12 @@ from greylag.sim.operators import Size
 from greylag.spec.cluster import Cluster, Link
 from greylag.spec.error import SpecError
 
-COLLECTIVE = 45e-6
-"""Seconds that a collective takes beyond its bytes and steps. Alone over NVLink it is 22 to 26 us, fitted by the makers
-of SimuMax to many sizes (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json, fixed_latency_us); in a step its
-ranks come one after the other. Twice that is a choice of ours."""
+ALONE = 23e-6
+"""Seconds that a collective takes beyond its bytes and steps where nothing else runs: 22 to 26 us over NVLink, fitted
+by the makers of SimuMax to many sizes (MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json,
+fixed_latency_us)."""
+IN_A_STEP = 45e-6
+"""The same in a step, to which ranks come one after the other. A choice of ours."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Links:
     """The links of a cluster."""
 
     cluster: Cluster
+    start: float = IN_A_STEP
+    """Seconds that each collective takes beyond its bytes and steps."""
 
     def gather(self, size: Size, ranks: Size, stride: Size = 1, calls: Size = 1) -> Size:
         """All-gather of `size` bytes in all, or a reduce-scatter of them, in so many calls, by rings; 0 for one rank.
@@ -35,13 +39,13 @@ class Links:
         latency = self._link_latency("node", near > 1) * (ranks - nodes)
         latency = latency + self._link_latency("network", nodes > 1) * np.where(nodes > 1, nodes, 0)
         ring = size * (ranks - 1) / ranks / self._slowest(ranks, near)
-        return np.where(ranks > 1, ring + calls * (latency + COLLECTIVE), 0.0)
+        return np.where(ranks > 1, ring + calls * (latency + self.start), 0.0)
 
     def reduce(self, size: Size, ranks: Size, stride: Size = 1) -> Size:
         """All-reduce of `size` bytes, twice what a gather moves; between nodes by trees, whose depth is the latency."""
         near = self._near(ranks, stride)
         ring = 2 * size * (ranks - 1) / ranks / self._slowest(ranks, near)
-        return np.where(ranks > 1, ring + 2 * self._latency(ranks, near), 0.0)
+        return np.where(ranks > 1, ring + 2 * self._steps(ranks, near) + self.start, 0.0)
 
     def all_to_all(self, size: Size, ranks: Size, stride: Size = 1, copies: Size = 1.0) -> Size:
         """Each of `ranks` sends `size` bytes, an equal share to each; both tiers carry their part at once.
@@ -55,7 +59,7 @@ class Links:
         inside = np.where(np.less(copies, 1.0), size - size / ranks, size * (near - 1) / ranks)
         inside = inside / (self._bandwidth("node", near > 1) * e.all_to_all)
         outside = copies * beyond / (self._bandwidth("network", ranks > near) * e.all_to_all_network)
-        return np.where(ranks > 1, np.maximum(inside, outside) + self._latency(ranks, near), 0.0)
+        return np.where(ranks > 1, np.maximum(inside, outside) + self._steps(ranks, near) + self.start, 0.0)
 
     def send(self, size: Size, stride: Size) -> Size:
         """A transfer of `size` bytes to the rank `stride` away."""
@@ -72,12 +76,12 @@ class Links:
         network = self._bandwidth("network", ranks > near) * e.network * near
         return np.where(ranks > near, np.where(near > 1, np.minimum(node, network), network), node)
 
-    def _latency(self, ranks: Size, near: Size) -> Size:
-        """Of a collective: a step to each neighbour within nodes, a tree's between them, and what each takes."""
+    def _steps(self, ranks: Size, near: Size) -> Size:
+        """Latency of a collective: a step to each neighbour within nodes, a tree's between them."""
         nodes = ranks / near
         inside = self._link_latency("node", near > 1) * (near - 1)
         between = self._link_latency("network", nodes > 1) * 2 * np.ceil(np.log2(np.maximum(nodes, 1)))
-        return inside + between + COLLECTIVE
+        return inside + between
 
     def nodes(self, ranks: Size, stride: Size = 1) -> Size:
         """Over how many reaches of the node link a group is spread."""

@@ -1,9 +1,9 @@
 """Operators: seconds of kernels on one accelerator, by a roofline with a few constants per device.
 
-A GEMM is cut into tiles that the multiprocessors work off in waves; those of a last wave that would leave most of them
-idle are cut along the contracted dim. Filling and draining costs each tile the same at any length of that dim. What
-moves more bytes than it computes is bound by memory. Constants are those of `spec.cluster.Efficiency`; all sizes may be
-numpy arrays.
+A GEMM is cut into tiles that the multiprocessors work off in waves. Those of the last wave are cut along the contracted
+dim too, so that a wave that is half full takes half its time. Filling and draining costs a wave the same at any length
+of that dim. What moves more bytes than it computes is bound by memory. Constants are those of
+`spec.cluster.Efficiency`; all sizes may be numpy arrays.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ Size = Any
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75))
 """Rows and columns of a GEMM's tile, and its speed beside the largest: what NVIDIA's CUTLASS profiler documents for
 Hopper (128x256x64 fastest, 128x128 within a tenth). The library picks the fastest for a shape."""
-PARTS = 4
-"""Into how many parts a tile may be cut along the contracted dim (split-K; stream-K, arXiv 2301.03598). A choice of
-ours."""
+PARTS = 8
+"""Into how many parts a tile of the last wave may be cut along the contracted dim (split-K; stream-K, arXiv
+2301.03598). A choice of ours."""
 BACKWARD_OF_ATTENTION = 2.5
 """Five products for two (FlashAttention-2, arXiv 2307.08691, section 3.1)."""
 HEADS_OF_128 = 256
@@ -58,11 +58,13 @@ class Operators:
         rate = rate * np.where(groups > 1, self.software.grouped, 1.0)
         width = np.reshape([{"fp8": 1.0, "fp32": 4.0}.get(t, 2.0) for t in dtypes], lead)
         compute: Size = np.inf
+        sms = d.num_sms or 1
         for rows, columns, speed in TILES:
             tiles = groups * np.ceil(m / rows) * np.ceil(n / columns)
-            waves = np.ceil(PARTS * tiles / d.num_sms) * d.num_sms / PARTS if d.num_sms else tiles
-            compute = np.minimum(compute, waves * (2.0 * rows * columns / speed))
-        compute = compute * (k + e.gemm_ramp) / rate
+            waves = np.ceil(PARTS * tiles / sms) / PARTS
+            work = waves * k + np.ceil(waves) * e.gemm_ramp
+            compute = np.minimum(compute, work * (2.0 * sms * rows * columns / speed))
+        compute = compute / rate
         moved = groups * ((m + n) * k * width + m * n * np.reshape(out_bytes, lead))
         return np.maximum(compute, moved / self.bandwidth) + e.kernel
 

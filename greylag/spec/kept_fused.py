@@ -93,10 +93,21 @@ def kept(model: Model, precision: Precision, kind: Layer, tokens: Number, s: Str
         terms.append(_read("qkv input", "norm", kind, "attention.wqkv", read * D))
     terms += _core(model, kind, tokens, s, soft, b)
     if kind.is_moe:
-        return terms + _experts(model, precision, kind, tokens, outside, s)
-    if not model.parallel_block:  # else attention has kept it
+        experts = _experts(model, precision, kind, tokens, outside, s)
+        is_kept = _has_attention_kept(model, kind, None)
+        return terms + [term for term in experts if not (is_kept and term.name == "router input")]
+    if not _has_attention_kept(model, kind, f"ffn.{_first(model)}"):
         terms.append(_read("mlp input", "norm", kind, f"ffn.{_first(model)}", read * D))
     return terms + _mlp(model, precision, kind, "ffn", "mlp ", tokens * model.ffn_hidden_size / s.tp)
+
+
+def _has_attention_kept(model: Model, kind: Layer, reader: str | None) -> bool:
+    """Whether attention keeps what the feed-forward layer's `reader` (None: the router, in high precision) reads, in
+    the same form: the two of a parallel block read one norm."""
+    if not model.parallel_block or model.mla:
+        return False
+    kept = kind.recipe("attention.wqkv").input
+    return kind.recipe(reader).input == kept if reader else not kept.is_scaled
 
 
 def _first(model: Model) -> str:
@@ -169,7 +180,8 @@ def waiting_bytes(model: Model, layer: int, tokens: Number, s: Strategy, b: floa
             total += tokens * sum(part.shape) / (1 if part.tp is None else s.tp) * b
         elif part.role == "expert":
             total += expert_rows(model, tokens / s.tp, s) * sum(part.shape[1:]) / s.expert_tp * b
-    return total
+    shared = model.parallel_block and not model.mla and not model.is_moe_layer(layer)  # the input of both
+    return total - tokens * model.hidden_size / s.tp * b * shared
 
 
 def _mlp(

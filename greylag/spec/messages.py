@@ -84,8 +84,8 @@ def model_parallel_messages(job: Job, tokens: int) -> Iterator[Message]:
     """Messages of one micro-batch of `tokens` tokens of a rank over tp, cp, ep and pp, of all stages together.
 
     Tensor parallelism with sequence parallelism (arXiv 2205.05198) gathers and scatters activations once around
-    attention and once around the feed-forward layer, in each direction. Recompute sends in backward again what forward
-    sent.
+    attention and once around the feed-forward layer, in each direction; once around both in a parallel block. Recompute
+    sends in backward again what forward sent.
     """
     for message in _messages_once(job, tokens):
         yield message
@@ -97,9 +97,10 @@ def _messages_once(job: Job, tokens: int) -> Iterator[Message]:
     s, model, width = job.strategy, job.model, BYTES[job.precision.high]
     activation = float(tokens * model.hidden_size * width)
     if s.tp > 1:
+        around = 1 if model.parallel_block else 2
         for phase in DIRECTIONS:
             for collective in ("all_gather", "reduce_scatter"):
-                yield Message("activations", collective, "tp", activation, s.tp, 2 * model.num_layers, phase)
+                yield Message("activations", collective, "tp", activation, s.tp, around * model.num_layers, phase)
     if s.cp > 1:
         width_of_heads = (model.kv_heads if not model.mla else model.num_heads) * (model.qk_head_dim + model.v_head_dim)
         size = float(tokens * s.cp * width_of_heads // s.tp * width)

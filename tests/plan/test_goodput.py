@@ -15,6 +15,7 @@ from greylag.plan.goodput import LOSSES, calendar, enough_spares, goodput, over_
 from greylag.plan.recovery import POLICIES, Fleet, Recovery
 from greylag.report.goodput import print_goodput, print_scale
 from greylag.spec.error import SpecError
+from greylag.spec.load import presets
 from greylag.spec.quantity import DAY, HOUR, MINUTE
 
 LLAMA, RSC = load_failures("llama-3"), load_failures("meta-rsc-1")
@@ -215,6 +216,12 @@ def test_an_interval_beyond_reason_keeps_nothing():
     assert result.goodput == 0
     with pytest.raises(SpecError, match="save more often"):
         calendar(result, 54)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", presets("failures"))
+def test_ten_million_devices_keep_little_or_nothing(name, policy):
+    assert 0 <= goodput(load_failures(name), Fleet(num_devices=10_000_000), Recovery(), policy).goodput < 0.5
 
 
 # Errors and reports.

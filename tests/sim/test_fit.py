@@ -3,7 +3,7 @@ import pytest
 from msgspec.structs import replace
 
 from greylag.sim.fit import fit
-from greylag.sim.links import Links
+from greylag.sim.links import ALONE, Links
 from greylag.sim.operators import Operators
 from greylag.spec import SpecError
 from greylag.spec.cluster import Cluster, Efficiency
@@ -22,7 +22,7 @@ def planted(cluster: Cluster, noise: float) -> Measurements:
     draw = np.random.default_rng(0)
     device = replace(cluster.device, efficiency=PLANTED)
     true = replace(cluster, device=device)
-    operators, links = Operators(true, Software(name="kernels", grouped=0.7)), Links(true)
+    operators, links = Operators(true, Software(name="kernels", grouped=0.7)), Links(true, ALONE)
 
     def noisy(seconds: object) -> float:
         return float(np.asarray(seconds, float).reshape(-1)[0] * np.exp(draw.normal(0, noise)))
@@ -47,7 +47,7 @@ def planted(cluster: Cluster, noise: float) -> Measurements:
         moves=[MoveSample(bytes=s, seconds=noisy(operators.move(s))) for s in (1e7, 1e8, 1e9)],
         collectives=[
             CollectiveSample(collective=name, bytes=size, ranks=ranks, stride=stride, seconds=noisy(seconds))
-            for size in (1e7, 1e8, 1e9)
+            for size in (1e5, 1e7, 1e8, 1e9)
             for ranks, stride in ((8, 1), (4, 8), (32, 1))
             for name, seconds in (
                 ("all_gather", links.gather(size, ranks, stride)),

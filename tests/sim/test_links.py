@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from greylag.sim.links import COLLECTIVE, Links
+from greylag.sim.links import IN_A_STEP, Links
 from greylag.spec.cluster import Cluster
 from greylag.spec.load import load_preset
 
@@ -20,9 +20,15 @@ def test_a_ring_inside_a_node_runs_at_its_link(cluster: Cluster) -> None:
     assert cluster.node
     e = cluster.device.efficiency
     seconds = Links(cluster).gather(SIZE, 8)
-    expected = SIZE * 7 / 8 / (cluster.node.bandwidth * e.node) + 7 * cluster.node.latency + COLLECTIVE
+    expected = SIZE * 7 / 8 / (cluster.node.bandwidth * e.node) + 7 * cluster.node.latency + IN_A_STEP
     assert seconds == pytest.approx(expected)
     assert Links(cluster).gather(SIZE, 1) == 0
+
+
+def test_a_collective_starts_once(cluster: Cluster) -> None:
+    for call in ("gather", "reduce", "all_to_all"):
+        late, early = (getattr(Links(cluster, start), call)(SIZE, 16) for start in (IN_A_STEP, 0.0))
+        assert late - early == pytest.approx(IN_A_STEP)
 
 
 def test_a_ring_over_nodes_leaves_each_by_as_many_cards_as_it_has_members_there(cluster: Cluster) -> None:

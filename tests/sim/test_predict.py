@@ -5,6 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from greylag.sim import predict
+from greylag.sim.estimate import BETWEEN_STEPS
 from greylag.sim.measured import Cost, at
 from greylag.sim.operators import Operators
 from greylag.spec import SpecError
@@ -47,7 +48,8 @@ def test_a_better_device_and_a_smaller_model_are_faster() -> None:
 
 def test_pipeline_stages_leave_a_bubble() -> None:
     without, with_stages = predict(job()), predict(job(strategy={"tp": 2, "pp": 4}))
-    assert without.seconds["other"] == 0
+    assert "bubble" not in without.causes
+    assert without.seconds["other"] == BETWEEN_STEPS
     m = 512 // (128 // 8)
     share = with_stages.seconds["other"] / with_stages.total_seconds
     assert share == pytest.approx(3 / (m + 3), rel=0.3)
@@ -86,32 +88,39 @@ def test_biases_of_experts_are_the_trainers_of_others() -> None:
     assert with_biases.bytes["parameters"] > without.bytes["parameters"]
 
 
-def test_a_parallel_block_has_one_norm_and_half_the_tensor_parallel_traffic() -> None:
-    parallel = {"model": {"preset": "llama-3-8b", "parallel_block": True}, "strategy": {"tp": 8}}
+@pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
+def test_a_parallel_block_has_one_norm_and_half_the_tensor_parallel_traffic(model: str) -> None:
+    parallel = {"model": {"preset": model, "parallel_block": True}, "strategy": {"tp": 8}}
     with pytest.raises(SpecError, match=r"model\.parallel_block: .* trainer does not know it yet"):
         predict(job(**parallel))
-    jobs = [job(**table, software="megatron-core-2025") for table in (parallel, {**parallel, "model": "llama-3-8b"})]
+    table = {"software": "megatron-core-2025", "precision": "bf16"}
+    jobs = [job(**parallel, **table), job(**{**parallel, "model": model}, **table)]
     assert num_parameters(jobs[1].model) - num_parameters(jobs[0].model) == 32 * 4096
     one, two = map(predict, jobs)
-    assert one.causes["tp"] == pytest.approx(two.causes["tp"] / 2, rel=0.02)  # embedding and head have theirs still
+    if model == "llama-3-8b":  # experts have no tensor-parallel traffic of their own
+        assert one.causes["tp"] == pytest.approx(two.causes["tp"] / 2, rel=0.02)  # embedding and head have theirs still
+    assert one.wire_bytes < two.wire_bytes
     assert one.causes["elementwise"] < two.causes["elementwise"]
     assert one.causes["gemm"] == two.causes["gemm"]
-    assert one.bytes["activations"] < two.bytes["activations"]
+    read = 8192 / 8 * 4096 * 2  # a micro-batch's norm, in BF16, cut along the sequence
+    assert two.bytes["activations"] - one.bytes["activations"] == pytest.approx(32 * 2 * read, rel=0.05)
 
 
 @pytest.mark.parametrize("nodes", [16, 32])
-def test_gathering_in_pieces_costs_each_rank_a_launch_for_each_weight(nodes: int) -> None:
-    strategy = {"zero": 3, "micro_batch": 1, "overlap": [], "recompute": "full"}
+@pytest.mark.parametrize(("layers", "rounds"), [(None, 4), (8, 3.25)])
+def test_gathering_in_pieces_costs_each_rank_a_launch_for_each_weight(nodes: int, layers: int, rounds: float) -> None:
+    """In forward, recompute, backward and of the gradients."""
+    strategy = {"zero": 3, "micro_batch": 1, "overlap": [], "recompute": "full", "recompute_layers": layers}
     table = {"cluster": f"a100-8x{nodes}", "precision": "bf16", "strategy": strategy}
-    pieces, layers = (
+    pieces, layered = (
         predict(replace(flown, software=replace(flown.software, gathers=gathers))).causes["dp"]
         for flown in [job(**table, software="deepspeed-2021")]
         for gathers in ("pieces", "layers")
     )
     launch = load_preset("cluster", "a100").device.efficiency.launch_us * 1e-6
-    ranks, weights, rounds = 8 * nodes, 32 * 4, 4  # forward, recompute, backward and the gradients
-    launches = 512 // ranks * rounds * weights * ranks
-    assert pieces - layers > launches * launch
+    ranks, weights = 8 * nodes, 32 * 4
+    launches = 512 / ranks * rounds * weights * ranks
+    assert 1 < (pieces - layered) / (launches * launch) < 1.5  # calls have their latency too
 
 
 def test_interleaved_stages_hide_gradients_behind_turns_of_all() -> None:
@@ -133,8 +142,9 @@ def test_a_last_wave_is_cut_along_the_contracted_dim() -> None:
         return float((one[0] - e.kernel) / (full[0] - e.kernel))
 
     assert waves(2 * sms) == pytest.approx(2)
-    assert 1 < waves(sms + 1) <= 1.25
-    assert waves(sms + sms // 2) == pytest.approx(1.5)
+    assert 1 < waves(sms + 1) < 1.25
+    full = e.gemm_ramp / (8192 + e.gemm_ramp)
+    assert waves(sms + sms // 2) == pytest.approx(1.5 + full / 2)
 
 
 def test_gathers_show_in_forward_and_scatters_in_backward() -> None:
