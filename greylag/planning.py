@@ -39,7 +39,7 @@ from greylag.report.account import Account, account
 from greylag.report.budget import at, together
 from greylag.sim import predict
 from greylag.sim.memory import CONTEXT, FRAGMENTATION, memory
-from greylag.sim.search import brief, search
+from greylag.sim.search import search
 from greylag.spec.cluster import Cluster, Device
 from greylag.spec.error import SpecError
 from greylag.spec.job import Job
@@ -92,7 +92,7 @@ def fastest(job: Job, devices: int, progress: Progress = lambda _: None) -> Flow
     if not found.best:
         return None
     best, *others = found.best
-    losing = tuple((brief(other.job), other.seconds - best.seconds) for other in others)
+    losing = tuple((other.job.strategy.brief, other.seconds - best.seconds) for other in others)
     return Flown(best.job, predict(best.job), losing)
 
 

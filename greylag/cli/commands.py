@@ -11,6 +11,7 @@ from greylag.cli.plan import app as plan
 from greylag.cli.plan import require
 
 if TYPE_CHECKING:
+    from greylag.sim.search import Candidate
     from greylag.spec import Job
 
 app = typer.Typer(
@@ -217,6 +218,8 @@ def search(
         int | None, typer.Option(help="Thin the space out to so many.  [default: all]", min=1, show_default=False)
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the winner as a job file.", show_default=False)] = None,
+    report: Annotated[Path | None, typer.Option(help="Write a page: PAGE.html.", show_default=False)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a page that lies there.")] = False,
 ) -> None:
     """Find the fastest strategy that fits, and say why.
 
@@ -226,13 +229,18 @@ def search(
     from rich.console import Console
     from rich.progress import Progress
 
-    from greylag.sim.search import brief, job_table
+    from greylag.report.derived import check_place, write_derived
     from greylag.sim.search import search as find
     from greylag.spec import SpecError
     from greylag.spec.load import load_preset
 
     if out is not None and out.exists():
         raise SpecError(f"{out}: exists already and is left as it is; choose another place")
+    if report is not None:
+        require("jinja2", "report")
+        check_place(report, force, (".html",))
+    elif force:
+        raise SpecError("--force: no page is written; give --report too")
     job = _load(job_file, overrides)
     recipes = [load_preset("precision", name) for name in precision or []]
     console = Console(stderr=True)
@@ -241,19 +249,30 @@ def search(
         found = find(job, fix=fix or (), allow=allow or (), precisions=recipes, top=top, limit=limit,
                      progress=lambda done, total: bar.update(task, completed=done, total=total))  # fmt: skip
     print(found)
+    if report is not None:
+        from greylag.report.search import render_search
+
+        write_derived(report, render_search(found).encode())
+        print(report)
     if not found.best:
         raise typer.Exit(1)
     if out is not None:
-        from greylag.interop.jobfile import to_toml
+        _write_winner(out, found.best[0])
 
-        winner = found.best[0]
-        head = f"# Found by greylag search: {brief(winner.job)}, {winner.seconds:.3f} s a step predicted\n"
-        try:
-            with out.open("x", encoding="utf-8") as new:
-                new.write(head + to_toml(job_table(winner.job)))
-        except OSError as error:
-            raise SpecError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
-        print(out)
+
+def _write_winner(out: Path, winner: "Candidate") -> None:
+    """As a job file."""
+    from greylag.interop.jobfile import to_toml
+    from greylag.sim.search import job_table
+    from greylag.spec import SpecError
+
+    head = f"# Found by greylag search: {winner.job.strategy.brief}, {winner.seconds:.3f} s a step predicted\n"
+    try:
+        with out.open("x", encoding="utf-8") as new:
+            new.write(head + to_toml(job_table(winner.job)))
+    except OSError as error:
+        raise SpecError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
+    print(out)
 
 
 RunDirectory = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]

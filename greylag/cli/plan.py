@@ -35,9 +35,8 @@ Tokens = Annotated[
 Price = Annotated[float | None, typer.Option(help="Of a device-hour, in any currency.", show_default=False)]
 Watts = Annotated[float | None, typer.Option(help="Of a device with its share of the server.", show_default=False)]
 Pue = Annotated[float | None, typer.Option(help="What the site draws over that: 1.2.", show_default=False)]
-FailureNames = Annotated[
-    str, typer.Option(help="Rates: llama-3, meta-rsc-1, meta-rsc-2, megascale, byterobust, or a TOML file.")
-]
+RATES = "Rates: llama-3, meta-rsc-1, meta-rsc-2, megascale, byterobust, or a TOML file."
+FailureNames = Annotated[str, typer.Option(help=RATES)]
 
 
 @app.command("job")
@@ -61,7 +60,6 @@ def plan_job(
     from greylag.report.derived import check_place, write_derived
     from greylag.report.goodput import print_goodput
     from greylag.report.law import print_law_answer
-    from greylag.sim.search import brief
     from greylag.spec import SpecError, load_job
 
     if report:
@@ -73,7 +71,7 @@ def plan_job(
     with Status() as say:
         plan = plan_of(job, tokens, rates, watts=watts, pue=pue, price=price, progress=say)
     print_demand(plan.demand)
-    print(f"Strategy: {brief(plan.flown.job)}, {plan.flown.step.total_seconds:.3f} s a step predicted")
+    print(f"Strategy: {plan.flown.job.strategy.brief}, {plan.flown.step.total_seconds:.3f} s a step predicted")
     for answer in plan.answers:
         print_law_answer(answer)
     print_goodput(failures, plan.goodputs, plan.dated)
@@ -84,9 +82,10 @@ def plan_job(
 
         page = render_plan(
             job=plan.flown.job, demand=plan.demand, step=plan.flown.step, held=plan.held,
-            strategy=brief(plan.flown.job), runners_up=plan.flown.runners_up, answers=plan.answers, optima=plan.optima,
-            curves=plan.curves, failures=f"{rates.name} ({rates.source})" if rates.source else rates.name,
-            goodputs=plan.goodputs, calendars=plan.calendars, remarks=plan.remarks,
+            strategy=plan.flown.job.strategy.brief, runners_up=plan.flown.runners_up, answers=plan.answers,
+            optima=plan.optima, curves=plan.curves, goodputs=plan.goodputs,
+            failures=f"{rates.name} ({rates.source})" if rates.source else rates.name,
+            calendars=plan.calendars, remarks=plan.remarks,
         )  # fmt: skip
         write_derived(report, page.encode())
         print(report)
@@ -303,7 +302,7 @@ def goodput(
     per_node: Annotated[int, typer.Option(help="Devices of a node.", min=1, max=1024)] = 8,
     failures: Annotated[
         str | None,
-        typer.Option(help="Rates: meta-rsc-1, a TOML file ...  [default: llama-3]", show_default=False),
+        typer.Option(help=f"{RATES}  [default: llama-3]", show_default=False),
     ] = None,
     failures_from: Annotated[
         list[Path] | None, typer.Option(help="Rates of your own: a run folder; repeat for more.", show_default=False)

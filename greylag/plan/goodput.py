@@ -258,8 +258,8 @@ def _remarks(failures: Failures, policy: Policy) -> tuple[str, ...]:
         said.append(f"no silent corruption is counted in {failures.name}; it costs time too")
     if not counts["software"] and policy in ("eject", "skip"):
         said.append(
-            f"{failures.name} tells no software failures apart, which would take the whole job back to a checkpoint: "
-            f"{policy} is flattered"
+            f"software failures, which would take the whole job back to a checkpoint, are not told apart in "
+            f"{failures.name}: eject and skip are flattered"
         )
     if policy == "restart":
         said.append("restart takes each node from a pool that never runs out")

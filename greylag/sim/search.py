@@ -258,16 +258,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def brief(job: Job) -> str:
-    """A strategy in a line."""
-    s = job.strategy
-    words = [f"{axis}{getattr(s, axis)}" for axis in ("pp", "vp", "tp", "cp", "ep") if getattr(s, axis) > 1]
-    words += [f"etp{s.etp}"] * (s.etp is not None) + [f"dp{s.dp}", f"mb{s.micro_batch}", f"zero{s.zero}"]
-    words += [s.schedule] * (s.pp > 1) + ["+".join(s.recompute_modules) or s.recompute] * (s.recompute != "none")
-    words += [f"ends {_short(s.stage_layers)}"] * bool(s.stage_layers)
-    return " ".join(words)
-
-
 def _lines(found: Found) -> list[str]:
     """The report of a search."""
     tried = f"{found.num_tried:,} strategies tried: {found.num_unfit:,} do not fit"
@@ -280,7 +270,7 @@ def _lines(found: Found) -> list[str]:
     lines += ["", f"{'step':>9} {'memory':>10}   strategy"]
     for candidate in found.best:
         name = f" {candidate.job.precision.name}" if several else ""
-        lines.append(f"{candidate.seconds:>7.3f} s {candidate.bytes / 2**30:>6.1f} GiB   {brief(candidate.job)}{name}")
+        lines.append(_line(candidate) + name)
         if candidate is not winner:
             told = [f"{cause} {1e3 * s:+,.0f} ms" for cause, s in _largest(candidate.loses)]
             lines.append(f"{'':23}loses {1e3 * (candidate.seconds - winner.seconds):,.0f} ms: {', '.join(told)}")
@@ -293,8 +283,12 @@ def _lines(found: Found) -> list[str]:
         lines.append(f"  {instead}: {1e3 * c.seconds:,.0f} ms ({c.cause})")
     lines += ["", "less memory for more time:"]
     step = max(1, -(-len(found.front) // 8))
-    lines += [f"{c.seconds:>7.3f} s {c.bytes / 2**30:>6.1f} GiB   {brief(c.job)}" for c in found.front[::step]]
+    lines += [_line(c) for c in found.front[::step]]
     return lines
+
+
+def _line(c: Candidate) -> str:
+    return f"{c.seconds:>7.3f} s {c.bytes / 2**30:>6.1f} GiB   {c.job.strategy.brief}"
 
 
 def _largest(loses: Mapping[str, float], most: int = 4) -> list[tuple[str, float]]:

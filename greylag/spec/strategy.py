@@ -85,3 +85,14 @@ class Strategy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def num_stages(self) -> int:
         """Stages of the pipeline, virtual ones counted."""
         return self.pp * self.vp
+
+    @property
+    def brief(self) -> str:
+        """What a reader compares of it, in a line."""
+        words = [f"{axis}{getattr(self, axis)}" for axis in ("pp", "vp", "tp", "cp", "ep") if getattr(self, axis) > 1]
+        words += [f"etp{self.etp}"] * (self.etp is not None)
+        words += [f"dp{self.dp}", f"mb{self.micro_batch}", f"zero{self.zero}"]
+        words += [self.schedule] * (self.pp > 1)
+        words += ["+".join(self.recompute_modules) or self.recompute] * (self.recompute != "none")
+        words += [f"ends {self.stage_layers[0]}..{self.stage_layers[-1]} layers"] if self.stage_layers else []
+        return " ".join(words)
