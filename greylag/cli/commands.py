@@ -179,8 +179,7 @@ def import_(
     from greylag.interop import import_file
     from greylag.spec import SpecError
 
-    if out is not None and out.exists():
-        raise SpecError(f"{out}: exists already and is left as it is; choose another place")
+    _check_new(out)
     given = [variable.partition("=") for variable in variables or []]
     wrong = next((name + equals for name, equals, _ in given if not name or not equals), None)
     if wrong is not None:
@@ -191,12 +190,7 @@ def import_(
     if out is None:
         print(imported.text, end="")
         return
-    try:
-        with out.open("x", encoding="utf-8") as new:
-            new.write(imported.text)
-    except OSError as error:
-        raise SpecError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
-    print(out)
+    _write_new(out, imported.text)
 
 
 @app.command()
@@ -234,8 +228,7 @@ def search(
     from greylag.spec import SpecError
     from greylag.spec.load import load_preset
 
-    if out is not None and out.exists():
-        raise SpecError(f"{out}: exists already and is left as it is; choose another place")
+    _check_new(out)
     if report is not None:
         require("jinja2", "report")
         check_place(report, force, (".html",))
@@ -257,19 +250,32 @@ def search(
     if not found.best:
         raise typer.Exit(1)
     if out is not None:
-        _write_winner(out, found.best[0])
+        _write_new(out, _job_file(found.best[0]))
 
 
-def _write_winner(out: Path, winner: "Candidate") -> None:
-    """As a job file."""
+def _job_file(winner: "Candidate") -> str:
     from greylag.interop.jobfile import to_toml
     from greylag.sim.search import job_table
-    from greylag.spec import SpecError
 
     head = f"# Found by greylag search: {winner.job.strategy.brief}, {winner.seconds:.3f} s a step predicted\n"
+    return head + to_toml(job_table(winner.job))
+
+
+def _check_new(out: Path | None) -> None:
+    """Refuse to write over a file."""
+    from greylag.spec import SpecError
+
+    if out is not None and out.exists():
+        raise SpecError(f"{out}: exists already and is left as it is; choose another place")
+
+
+def _write_new(out: Path, text: str) -> None:
+    """Write where nothing lies, and say where."""
+    from greylag.spec import SpecError
+
     try:
         with out.open("x", encoding="utf-8") as new:
-            new.write(head + to_toml(job_table(winner.job)))
+            new.write(text)
     except OSError as error:
         raise SpecError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
     print(out)
@@ -328,10 +334,8 @@ def advise(
     from greylag.report.advise import advise as decide
     from greylag.report.advise import read_telemetry
     from greylag.report.proposal import print_advice, propose
-    from greylag.spec import SpecError
 
-    if out is not None and out.exists():
-        raise SpecError(f"{out}: exists already and is left as it is; choose another place")
+    _check_new(out)
     job, telemetry, unread = read_telemetry(run)
     for finding in unread:
         typer.echo(f"greylag: {finding}", err=True)
@@ -341,11 +345,7 @@ def advise(
     if out is None:
         print(f"\n{text}", end="")
         return
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"{out}: cannot be written ({error.strerror}); choose another place") from None
-    print(out)
+    _write_new(out, text)
 
 
 @app.command()

@@ -3,8 +3,8 @@
 Pure HTML without scripts. What it draws it is handed; `sim.search.Found` is one.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 from greylag import __version__
 from greylag.report.page import template
@@ -16,8 +16,6 @@ HOTTEST = 2.0
 """Times the best from which all are as pale."""
 ROWS = 24
 """Of the front, thinned out evenly."""
-CAUSES = 3
-"""That are told of what a runner-up loses."""
 
 
 class Candidate(Protocol):
@@ -36,8 +34,8 @@ class Candidate(Protocol):
         """Allocated at the peak."""
 
     @property
-    def loses(self) -> Mapping[str, float]:
-        """Seconds more than the winner by cause."""
+    def largest(self) -> Sequence[tuple[str, float]]:
+        """Causes and seconds of what it loses most by."""
 
 
 class Choice(Protocol):
@@ -48,12 +46,8 @@ class Choice(Protocol):
         """Its name."""
 
     @property
-    def value(self) -> Any:
-        """The winner's."""
-
-    @property
-    def other(self) -> Any:
-        """The best of the rest."""
+    def words(self) -> tuple[str, str]:
+        """The winner's value, and the best of the rest."""
 
     @property
     def seconds(self) -> float:
@@ -151,7 +145,7 @@ def render_search(found: Found) -> str:
         job=found.job,
         best=_rows(found, found.best, precisions),
         front=_rows(found, found.front[:: max(1, -(-len(found.front) // ROWS))], precisions),
-        choices=[(c.axis, _short(c.value), _short(c.other), seconds(c.seconds), c.cause) for c in found.choices],
+        choices=[(c.axis, *c.words, seconds(c.seconds), c.cause) for c in found.choices],
         heat=found.heat,
         cells=_cells(found.heat),
         found=found,
@@ -176,14 +170,7 @@ def _rows(found: Found, some: Sequence[Candidate], precisions: set[str]) -> list
     room = found.job.cluster.device.memory
     rows = []
     for c in some:
-        largest = sorted(c.loses.items(), key=lambda item: -abs(item[1]))[:CAUSES]
-        told = ", ".join(f"{cause} {1e3 * s:+,.0f} ms" for cause, s in largest if abs(s) > 5e-4)
+        told = ", ".join(f"{cause} {1e3 * s:+,.0f} ms" for cause, s in c.largest)
         name = c.job.strategy.brief + (f" {c.job.precision.name}" if len(precisions) > 1 else "")
         rows.append(Row(name, seconds(c.seconds), memory(c.bytes), round(100 * c.bytes / room, 1), told))
     return rows
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"{value[0]}..{value[-1]} layers" if value else "even"
-    return str(value)

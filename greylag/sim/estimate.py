@@ -101,19 +101,19 @@ def estimate(job: Job, layers: LayerTimes | None = None) -> Estimate:
     forward = m * forward
     backward = m * busy - forward
     gathering, scattering = _data_parallel(job, links, forward, backward)
-    dp, is_whole = gathering + scattering, np.equal(s.zero, 0)
+    dp, is_whole, bubble = gathering + scattering, np.equal(s.zero, 0), np.maximum(0.0, length - m * busy)
     phases = {
         "forward": forward + np.where(is_whole, 0.0, gathering),
         "backward": backward + np.where(is_whole, 0.0, scattering),
         "reduce": np.where(is_whole, dp, 0.0),
         "optimizer": _optimizer(job, operators, links),
-        "other": np.maximum(0.0, length - m * busy) + BETWEEN_STEPS,
+        "other": bubble + BETWEEN_STEPS,
     }
     causes = {name: _share(job) * m * seconds for name, seconds in _causes(job, times, busiest).items()}
     if s.pp > 1 and "pp" not in s.overlap:
         causes["pp"] = _share(job) * m * 2 * len(busiest) * transfer
     causes["host"] = causes.get("host", 0.0) + BETWEEN_STEPS
-    causes |= {"bubble": phases["other"] - BETWEEN_STEPS, "dp": dp, "optimizer": phases["optimizer"]}
+    causes |= {"bubble": bubble, "dp": dp, "optimizer": phases["optimizer"]}
     return Estimate(phases, causes, stages, hop)
 
 

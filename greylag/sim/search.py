@@ -29,6 +29,10 @@ SHAPE = ("pp", "tp", "cp", "ep", "etp", "schedule", "vp")
 """Axes by which runners-up differ: of candidates that agree in all of them the best stands for the others."""
 
 
+CAUSES = 4
+"""That are told of what a runner-up loses."""
+
+
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A strategy that fits."""
 
@@ -42,6 +46,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     loses: dict[str, float] = {}
     """Seconds more than the winner by cause, largest first."""
 
+    @property
+    def largest(self) -> list[tuple[str, float]]:
+        """Of what it loses the causes that matter most either way, what costs more first."""
+        large = sorted(self.loses.items(), key=lambda item: -abs(item[1]))[:CAUSES]
+        return sorted((item for item in large if abs(item[1]) > 5e-4), key=lambda item: -item[1])
+
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Why an axis has the winner's value: what the best candidate with any other loses."""
@@ -53,6 +63,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """More than the winner's."""
     cause: str
     """What most of them are spent on."""
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """Both values, as a reader knows them."""
+        return _short(self.value), _short(self.other)
 
 
 class Heat(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,14 +287,14 @@ def _lines(found: Found) -> list[str]:
         name = f" {candidate.job.precision.name}" if several else ""
         lines.append(_line(candidate) + name)
         if candidate is not winner:
-            told = [f"{cause} {1e3 * s:+,.0f} ms" for cause, s in _largest(candidate.loses)]
+            told = [f"{cause} {1e3 * s:+,.0f} ms" for cause, s in candidate.largest]
             lines.append(f"{'':23}loses {1e3 * (candidate.seconds - winner.seconds):,.0f} ms: {', '.join(told)}")
     peak = job.cluster.device.peak(winner.job.precision.gemm_dtype)
     rate = step_flops(winner.job) / winner.seconds / job.cluster.num_devices
     mfu = f", {rate / peak:.1%} of the peak" if peak else ""
     lines += ["", f"winner: {job.tokens / winner.seconds:,.0f} tokens/s, {rate / 1e12:.0f} TFLOP/s a device{mfu}"]
     for c in found.choices:
-        instead = f"{c.axis} {_short(c.value)} rather than {_short(c.other)}"
+        instead = f"{c.axis} {' rather than '.join(c.words)}"
         lines.append(f"  {instead}: {1e3 * c.seconds:,.0f} ms ({c.cause})")
     lines += ["", "less memory for more time:"]
     step = max(1, -(-len(found.front) // 8))
@@ -289,12 +304,6 @@ def _lines(found: Found) -> list[str]:
 
 def _line(c: Candidate) -> str:
     return f"{c.seconds:>7.3f} s {c.bytes / 2**30:>6.1f} GiB   {c.job.strategy.brief}"
-
-
-def _largest(loses: Mapping[str, float], most: int = 4) -> list[tuple[str, float]]:
-    """The causes that matter most either way, what costs more first."""
-    large = sorted(loses.items(), key=lambda item: -abs(item[1]))[:most]
-    return sorted((item for item in large if abs(item[1]) > 5e-4), key=lambda item: -item[1])
 
 
 def _short(value: Any) -> str:

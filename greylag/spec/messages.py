@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from greylag.spec.job import Job
+from greylag.spec.measurement import Collective
 from greylag.spec.precision import BYTES
 from greylag.spec.routing import mark_bytes, ranks_reached, row_bytes
 from greylag.spec.shards import gathered_scales, gathered_width, unit_bytes, units
@@ -19,7 +20,7 @@ class Message(NamedTuple):
     """A collective that a rank takes part in, `times` per step."""
 
     name: str
-    collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "p2p"]
+    collective: Collective
     axis: Literal["dp", "replica", "tp", "ep", "cp", "pp"]
     bytes: float
     """Of the whole tensor: gathered, or before scattering."""
