@@ -43,7 +43,7 @@ def sleepy(rank: int, world: int, folder: str, phase: str, slow: int) -> None:
     fly(flight, run, ReplicaCommit(here), [], Control())
 
 
-def flown(ranks: Callable, folder: Path, phase: str, slow: int, strategy: dict, steps: int = 6) -> str:
+def flown(ranks: Callable, folder: Path, phase: str, slow: int, strategy: dict, steps: int = 8) -> str:
     """What `compare` says of such a run, on one line."""
     run = {"steps": steps, "checkpoint_every": 0}
     write_job(folder, run={**run, "data": [str(folder / "text.txt")]}, strategy=strategy)

@@ -61,12 +61,12 @@ def holds(constant: Constant, wider: float = 1.0) -> bool:
 @pytest.mark.parametrize("law", [Kumar(), Sun()], ids=["kumar", "sun"])
 def test_planted_constants_are_recovered_within_their_intervals(law):
     """Of 95% intervals some miss; of these none may miss by far, and no more than one in ten may miss."""
-    fits = [fitted(type(law), seed) for seed in range(2)]
+    fits = [fitted(type(law), seed) for seed in range(3)]
     constants = [c for found in fits for c in found.constants]
     assert np.mean([holds(c) for c in constants]) >= 0.9
     assert all(holds(c, 2.0) for c in constants)
     assert all(c.is_determined for c in constants if c.name not in ("B", "d"))
-    assert [found.noise for found in fits] == pytest.approx([NOISE] * 2, rel=0.15)
+    assert [found.noise for found in fits] == pytest.approx([NOISE] * 3, rel=0.15)
     for found in fits:
         precision = Bits.all(8.0) if isinstance(law, Kumar) else layout("e4m3")
         inside = found.predict(1e8, 1e10, precision)

@@ -163,7 +163,7 @@ def fly_each(rank: int, world: int, jobs: list[Job], folder: str) -> list[list[f
 
 def test_training_is_close_to_fp32_moments(ranks, tmp_path: Path) -> None:
     """And the noise of an element is its own, whoever holds it: two ranks round as one does."""
-    every = [job_with(moments, run={"steps": 14}) for moments in (("fp32", "fp32"), *NARROW)]
+    every = [job_with(moments, run={"steps": 20}) for moments in (("fp32", "fp32"), *NARROW)]
     shorter = replace(every[2], run=replace(every[2].run, steps=6))
     full, *narrow, alone = ranks(1, fly_each, [*every, shorter], str(tmp_path))[0]
     for moments, losses in zip(NARROW, narrow, strict=True):
